@@ -1,0 +1,107 @@
+"""The training example: it runs, both backends train alike, and its cache is right."""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "train_char_lm.py"
+IMPLEMENTATIONS = ("ffi", "xla")
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("train_char_lm", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def text():
+    """Bytes with structure to learn, made here: the same on every machine."""
+    rng = np.random.default_rng(0)
+    words = np.array([b"def ", b"return ", b"self.", b"(x)", b":\n    ", b"None\n"])
+    data = b"".join(words[rng.integers(0, len(words), 4000)])
+    return np.frombuffer(data, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def small_model(example):
+    return example.ModelConfig(
+        num_layers=2, model_dim=32, head_dim=8, mlp_dim=64, window=16
+    )
+
+
+def test_backends_train_alike(example, text, small_model):
+    config = example.TrainConfig(
+        num_steps=12, batch_size=4, seq_len=48, num_warmup_steps=2, num_eval_windows=8
+    )
+    results = {}
+    for name in IMPLEMENTATIONS:
+        model = dataclasses.replace(small_model, implementation=name)
+        params, losses, validation = example.train(text, text, model, config)
+        results[name] = (losses, validation[-1][1], params)
+    ffi, xla = results["ffi"], results["xla"]
+    # float32 in another order; twelve steps leave the two little room to drift apart.
+    np.testing.assert_allclose(ffi[0], xla[0], rtol=2e-4)
+    np.testing.assert_allclose(ffi[1], xla[1], rtol=2e-4)
+    assert xla[0][-1] < 0.8 * xla[0][0], "the loss must fall"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_cached_steps_match_the_whole_sequence(example, small_model, implementation):
+    model = dataclasses.replace(small_model, implementation=implementation)
+    params = example.init_params(jax.random.key(1), model)
+    tokens = jax.random.randint(jax.random.key(2), (1, 40), 0, 256)
+    expected, _ = example.forward(params, tokens, model)
+
+    shape = (1, 64, model.num_kv_heads, model.head_dim)
+    # NaN in the unused slots: nothing beyond the used length may be read.
+    empty = jnp.full(shape, jnp.nan)
+    cache = [(empty, empty)] * model.num_layers
+    step = jax.jit(
+        lambda tokens, cache, position: example.forward(
+            params, tokens, model, cache, position
+        )
+    )
+    logits, cache = step(tokens[:, :33], cache, jnp.int32(0))
+    np.testing.assert_allclose(logits, expected[:, :33], atol=2e-5)
+    for position in range(33, 40):
+        token = tokens[:, position : position + 1]
+        logits, cache = step(token, cache, jnp.int32(position))
+        np.testing.assert_allclose(
+            logits, expected[:, position : position + 1], atol=2e-5
+        )
+
+
+def test_whole_command(example, tmp_path, capsys):
+    arguments = ["--steps=2", "--batch-size=2", "--seq-len=32", "--sample-bytes=20"]
+    metrics = example.main([*arguments, "--output-dir", str(tmp_path)])
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "sample.txt").read_text().startswith("class ")
+    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
+    assert np.isfinite(metrics["validation_bits_per_byte"])
+    assert "final loss, bits per byte: training" in capsys.readouterr().out
+
+
+def test_text_is_split_by_file(example):
+    train, validation = example.load_text(example.stdlib_folder())
+    assert validation.size < train.size
+    assert 0.03 < validation.size / (train.size + validation.size) < 0.25
+
+
+def test_folder_without_sources_is_refused(example, tmp_path):
+    with pytest.raises(SystemExit, match="--text"):
+        example.load_text(tmp_path)
+
+
+def test_bad_arguments_are_refused(example, capsys):
+    with pytest.raises(SystemExit):
+        example.parse_args(["--steps", "0"])
+    assert "--steps must be at least 1" in capsys.readouterr().err
