@@ -1,0 +1,170 @@
+"""What `python -m fkl_jax doctor` prints: what is here, what works, and why not.
+
+It is read when something is broken, so every fact is found on its own: one that cannot
+be found becomes a line that says so and never stops the others.
+"""
+
+import importlib
+import os
+import pathlib
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from types import ModuleType
+
+Lines = list[tuple[str, str]]
+
+
+def report() -> str:
+    """The whole text."""
+    sections: Iterable[tuple[str, Callable[[], Lines]]] = (
+        ("versions", _versions),
+        ("platform", _platform),
+        ("cpu kernels", _cpu_kernels),
+        ("backends", _backends),
+        ("cache", _cache),
+        ("environment variables", _variables),
+    )
+    blocks = []
+    for title, find in sections:
+        try:
+            lines = find()
+        except Exception as error:  # a broken part must not hide the others
+            lines = [(title, _not_found(error))]
+        width = max(len(name) for name, _ in lines)
+        blocks.append(
+            "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in lines)])
+        )
+    return "\n\n".join(blocks)
+
+
+def cpu_isa() -> str:
+    """Instruction set that the CPU kernels run with, or why there is none."""
+    return _attempt(lambda: str(_extension().cpu_isa()))
+
+
+def _attempt(find: Callable[[], str]) -> str:
+    try:
+        return find()
+    except Exception as error:  # see the module's docstring
+        return _not_found(error)
+
+
+def _not_found(error: BaseException) -> str:
+    """One line, however long the error's own text is."""
+    text = " ".join(str(error).split()) or "no further text"
+    return f"not known: {type(error).__name__}: {text}"
+
+
+def _extension() -> ModuleType:
+    return importlib.import_module("fkl_jax._ext")
+
+
+def _versions() -> Lines:
+    lines: Lines = [("python", f"{platform.python_version()} ({sys.executable})")]
+    for name in ("fkl_jax", "jax", "jaxlib", "numpy"):
+        lines.append((name, _attempt(lambda name=name: metadata.version(name))))
+    plugins = [
+        f"{plugin.metadata['Name']} {plugin.version}"
+        for plugin in metadata.distributions()
+        if re.match(r"jax[-_](cuda|rocm|metal)", plugin.metadata["Name"] or "")
+    ]
+    lines.append(("jax plugins", ", ".join(sorted(set(plugins))) or "none"))
+    lines.append(("ffi api, extension", _attempt(_extension_ffi_api)))
+    lines.append(("ffi api, jaxlib", _attempt(_runtime_ffi_api)))
+    return lines
+
+
+def _extension_ffi_api() -> str:
+    return ".".join(map(str, _extension().ffi_api_version))
+
+
+def _runtime_ffi_api() -> str:
+    """Newest version that the installed jaxlib accepts, as its headers state it."""
+    import jax
+
+    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    text = header.read_text()
+    numbers = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", text)
+    return ".".join(numbers[:2]) or f"not stated in {header}"
+
+
+def _platform() -> Lines:
+    return [
+        ("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        ("cpu", _attempt(_cpu_name)),
+        ("cores", _attempt(_num_cores)),
+        ("jax devices", _attempt(_devices)),
+    ]
+
+
+def _cpu_name() -> str:
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or "unnamed"
+
+
+def _num_cores() -> str:
+    total = os.cpu_count()
+    if not hasattr(os, "sched_getaffinity"):
+        return str(total)
+    return f"{len(os.sched_getaffinity(0))} usable of {total}"
+
+
+def _devices() -> str:
+    import jax
+
+    return ", ".join(f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices())
+
+
+def _cpu_kernels() -> Lines:
+    def available() -> str:
+        return ", ".join(_extension().available_cpu_isas())
+
+    return [("in use", cpu_isa()), ("runnable here", _attempt(available))]
+
+
+def _backends() -> Lines:
+    """Each backend with yes or its reason; the first that can is what None takes."""
+    answers = list(importlib.import_module("fkl_jax._backends").report())
+    lines = [
+        (name, ("yes" if can else "no") + (f": {reason}" if reason else ""))
+        for name, can, reason in answers
+    ]
+    chosen = [name for name, can, _ in answers if can]
+    lines.append(("implementation=None", chosen[0] if chosen else "nothing: see above"))
+    return lines
+
+
+def _cache() -> Lines:
+    config = importlib.import_module("fkl_jax._config")
+    folder = next(v for v in config.VARIABLES if v.name == "FKL_JAX_CACHE_DIR").value()
+    return [("folder", f"{folder} ({_attempt(lambda: _folder_state(folder))})")]
+
+
+def _folder_state(folder: str | os.PathLike[str]) -> str:
+    """Whether something can be written there; looks, makes nothing."""
+    path = pathlib.Path(folder).expanduser()
+    if path.exists():
+        is_usable = path.is_dir() and os.access(path, os.W_OK)
+        return "exists, writable" if is_usable else "exists, NOT a writable folder"
+    parent = next(p for p in path.absolute().parents if p.exists())
+    if parent.is_dir() and os.access(parent, os.W_OK):
+        return "will be made when needed"
+    return f"cannot be made: {parent} is not a writable folder"
+
+
+def _variables() -> Lines:
+    lines: Lines = []
+    for variable in importlib.import_module("fkl_jax._config").VARIABLES:
+        raw = os.environ.get(variable.name)
+        value = _attempt(lambda variable=variable: repr(variable.value()))
+        origin = "default" if raw is None else f"set to {raw!r}"
+        lines.append((variable.name, f"{value} ({origin}): {variable.meaning}"))
+    for name in ("JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS"):
+        if name in os.environ:
+            lines.append((name, f"{os.environ[name]!r} (read by JAX)"))
+    return lines or [("none", "this version reads no variable")]
