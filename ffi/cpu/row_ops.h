@@ -17,10 +17,21 @@ union Scalar {
   int i;  // also bool: 0 or -1
 };
 
-// One operand of a vector instruction: a row register or a scalar slot (value id).
+// Instructions of the interpreter beyond ProgramOp: what decoding fuses. They continue its numbers.
+enum RowOp : int {
+  kRowFms = kNumProgramOps,  // a * b - c
+  kRowFnma,                  // c - a * b
+  kRowKvAffine,              // i32: kv and a scalar `a` in one of the forms below
+  kRowKvAffineF,             // the same, converted to f32
+};
+enum KvForm : int { kAPlusKv, kAMinusKv, kKvMinusA };
+
+// One operand of a vector instruction: a row register, a scalar slot (value id), or the row of kv indices itself, which
+// then is never written to memory.
+enum OperandKind : int { kRegister, kScalar, kKv };
 struct RowOperand {
   int index;
-  bool is_scalar;
+  OperandKind kind;
 };
 
 // A captured array as the interpreter reads it: row-major, `data` already moved to the vmap element.
@@ -34,15 +45,16 @@ struct Capture {
 };
 
 struct RowInstruction {
-  ProgramOp op;
+  int op;  // ProgramOp or RowOp
   ProgramType type;
   int dst;  // row register
   RowOperand a, b, c;
+  KvForm kv_form;  // kRowKvAffine*
   // kLoad only:
   int capture;
   int num_indices;
   RowOperand indices[Capture::kMaxRank];
-  bool unit_stride;  // innermost index is kv + (uniform over the row)
+  bool unit_stride;  // innermost index is kv + (uniform over the row), the others are scalars
 };
 
 struct RowContext {
