@@ -63,8 +63,11 @@ def _extension() -> ModuleType:
 
 
 def _versions() -> Lines:
-    lines: Lines = [("python", f"{platform.python_version()} ({sys.executable})")]
-    for name in ("fkl_jax", "jax", "jaxlib", "numpy"):
+    lines: Lines = [
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("fkl_jax", _attempt(_own_version)),
+    ]
+    for name in ("jax", "jaxlib", "numpy"):
         lines.append((name, _attempt(lambda name=name: metadata.version(name))))
     plugins = [
         f"{plugin.metadata['Name']} {plugin.version}"
@@ -75,6 +78,19 @@ def _versions() -> Lines:
     lines.append(("ffi api, extension", _attempt(_extension_ffi_api)))
     lines.append(("ffi api, jaxlib", _attempt(_runtime_ffi_api)))
     return lines
+
+
+def _own_version() -> str:
+    package = importlib.import_module("fkl_jax")
+    folder = pathlib.Path(__file__).parent
+    text = f"{package.__version__} ({folder})"
+    # Python puts the current folder first: in a checkout that is the package without
+    # its extension, whatever is installed.
+    if (folder.parent / "pyproject.toml").exists():
+        text += (
+            ": the SOURCE folder; from elsewhere, or with python -P, the installed one"
+        )
+    return text
 
 
 def _extension_ffi_api() -> str:
@@ -140,8 +156,7 @@ def _backends() -> Lines:
 
 
 def _cache() -> Lines:
-    config = importlib.import_module("fkl_jax._config")
-    folder = next(v for v in config.VARIABLES if v.name == "FKL_JAX_CACHE_DIR").value()
+    folder = importlib.import_module("fkl_jax._config").cache_dir()
     return [("folder", f"{folder} ({_attempt(lambda: _folder_state(folder))})")]
 
 
@@ -160,11 +175,11 @@ def _folder_state(folder: str | os.PathLike[str]) -> str:
 def _variables() -> Lines:
     lines: Lines = []
     for variable in importlib.import_module("fkl_jax._config").VARIABLES:
-        raw = os.environ.get(variable.name)
-        value = _attempt(lambda variable=variable: repr(variable.value()))
-        origin = "default" if raw is None else f"set to {raw!r}"
-        lines.append((variable.name, f"{value} ({origin}): {variable.meaning}"))
+        value = variable.value()
+        shown = "not set" if value is None else repr(value)
+        text = f"{shown} (default: {variable.default}): {variable.meaning}"
+        lines.append((variable.name, text))
     for name in ("JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS"):
         if name in os.environ:
-            lines.append((name, f"{os.environ[name]!r} (read by JAX)"))
-    return lines or [("none", "this version reads no variable")]
+            lines.append((name, f"{os.environ[name]!r}: read by JAX"))
+    return lines
