@@ -98,13 +98,9 @@ def _extension_ffi_api() -> str:
 
 
 def _runtime_ffi_api() -> str:
-    """Newest version that the installed jaxlib accepts, as its headers state it."""
-    import jax
-
-    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
-    text = header.read_text()
-    numbers = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", text)
-    return ".".join(numbers[:2]) or f"not stated in {header}"
+    """Newest version that the installed jaxlib accepts."""
+    version = importlib.import_module("fkl_jax._ffi").runtime_api_version()
+    return ".".join(map(str, version)) if version else "not stated by jaxlib"
 
 
 def _platform() -> Lines:
