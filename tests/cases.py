@@ -327,11 +327,12 @@ def run_dense(problem: Problem, compute: type = np.float64, storage=None):
         entry = catalogue.SCORE_MODS[name]
         params = tuple(f[k] for k in _keys(f, f"score.{m}."))
         score_mods.append(oracle.ScoreTwin(params, entry.loads, entry.value))
+    scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
     dense = oracle.attention(
         flat(f["query"], 3),
         flat(f["key"], 3),
         flat(f["value"], 3),
-        scale=1 / math.sqrt(case.head_dim) if case.scale is None else case.scale,
+        scale=f.get("scale", scale),
         live=live,
         q_idx=q_idx,
         kv_idx=kv_idx,

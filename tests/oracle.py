@@ -153,6 +153,8 @@ def attention(
                 slope = partial(n + 1)
                 for target, term in ((grads, ds * slope), (sizes, ds_abs * abs(slope))):
                     at = tuple(np.broadcast_to(i, raw.shape) for i in index)
+                    # No index at all stands for the one element of a scalar.
+                    term = term if at else term.sum()
                     np.add.at(target[f"score.{m}.{which}"], at, term)
             slope = partial(0)
             ds = ds * slope
@@ -207,7 +209,7 @@ def assert_close(
     actual = np.asarray(actual)
     compute = eps(np.float64 if actual.dtype == np.float64 else np.float32)
     own = eps(actual.dtype)
-    floor = own * abs(exact) + compute * (8 + 2 * score_size) * size
+    floor = compute * (4 + score_size) * size
     if own > compute:
         floor = floor + 0.5 * own * size
     assert actual.shape == exact.shape, f"{what}: {actual.shape} != {exact.shape}"
@@ -216,9 +218,11 @@ def assert_close(
     np.testing.assert_array_equal(
         actual[~finite], exact[~finite], err_msg=f"{what}: infinities differ"
     )
-    error = abs(actual - exact)[finite]
-    plain_error = np.max(abs(plain.astype(np.float64) - exact)[finite], initial=0.0)
-    allowed = factor * plain_error + np.broadcast_to(floor, exact.shape)[finite]
+    floor = np.broadcast_to(floor, exact.shape)[finite]
+    truth = exact[finite]
+    error = abs(actual[finite] - truth)
+    plain_error = np.max(abs(plain[finite].astype(np.float64) - truth), initial=0.0)
+    allowed = factor * plain_error + own * abs(truth) + floor
     wrong = ~(error <= allowed)  # also catches NaN
     if wrong.any():
         worst = np.argmax(np.where(np.isnan(error), np.inf, error - allowed))

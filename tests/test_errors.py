@@ -93,7 +93,7 @@ ERRORS = {
     "not_an_array": (dict(q="query"), TypeError, "query"),
     "none": (dict(k=None), TypeError, "key"),
     # --- bias, scale, sinks
-    "bias_rank": (dict(bias=_zeros(T, S)), ValueError, "bias", r"\(8, 12\)"),
+    "bias_rank": (dict(bias=_zeros(1, B, N, T, S)), ValueError, "bias", "1, 2, 4, 8"),
     "bias_shape": (dict(bias=_zeros(B, N, T, S + 1)), ValueError, "bias", "13"),
     "bias_heads": (dict(bias=_zeros(1, K, 1, 1)), ValueError, "bias", "2"),
     "bias_dtype": (dict(bias=_ints(1, 1, T, S)), TypeError, "bias", "int32"),
@@ -141,7 +141,7 @@ ERRORS = {
         dict(causal=True), ValueError, "causal", "top_left", "bottom_right",
     ),
     "causal_word": (dict(causal="left"), ValueError, "causal", "left", "top_left"),
-    "causal_kind": (dict(causal=2.0), TypeError, "causal"),
+    "causal_kind": (dict(causal=2.0), (TypeError, ValueError), "causal", "2.0"),
     "causal_top_left_offset": (
         dict(causal="top_left", q_offset=3), ValueError, "causal", "offset",
     ),

@@ -6,13 +6,12 @@ import catalogue
 import jax
 import pytest
 from cases import Case, check_case
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 SETTINGS = dict(
     deadline=None,
-    derandomize=True,
-    print_blob=True,
+    database=None,  # with a seed of its own each sweep is the same everywhere
     # Each example compiles a program of its own.
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -82,23 +81,26 @@ def cases(draw) -> Case:
     )
 
 
-_count = itertools.count(1)
+def _sweep(examples: int, part: int):
+    """Return a test of `examples` configurations, others for another `part`.
+
+    Parts are tests of their own so that `pytest -n` can spread them.
+    """
+    count = itertools.count(1)
+
+    @seed(part)
+    @settings(max_examples=examples, **SETTINGS)
+    @given(case=cases())
+    def test(case, backend):
+        check_case(case, backend)
+        if next(count) % 100 == 0:
+            jax.clear_caches()  # every example leaves a compiled program behind
+
+    return test
 
 
-def _check(case: Case, backend: str) -> None:
-    check_case(case, backend)
-    if next(_count) % 100 == 0:
-        jax.clear_caches()  # every example leaves a compiled program behind
-
-
-@settings(max_examples=300, **SETTINGS)
-@given(case=cases())
-def test_random_configurations(case, backend):
-    _check(case, backend)
-
-
-@pytest.mark.long
-@settings(max_examples=2000, **SETTINGS)
-@given(case=cases())
-def test_many_random_configurations(case, backend):
-    _check(case, backend)
+test_random_configurations_0 = _sweep(75, 0)
+test_random_configurations_1 = _sweep(75, 1)
+test_random_configurations_2 = _sweep(75, 2)
+test_random_configurations_3 = _sweep(75, 3)
+test_many_random_configurations = pytest.mark.long(_sweep(2000, 4))
