@@ -97,6 +97,14 @@ class Program:
         """True if the program reads the input `name`."""
         return any(n.op == "input" and n.data == name for n in self.nodes)
 
+    def with_captures_from(self, first: int) -> "Program":
+        """The program with its captures renumbered."""
+        nodes = tuple(
+            dataclasses.replace(n, data=(n.data[0] + first, *n.data[1:])) if n.op == "load" else n
+            for n in self.nodes
+        )
+        return dataclasses.replace(self, nodes=nodes)
+
     def forward(self) -> "Program":
         """The program without its derivative."""
         return _finish(self.kind, self.nodes, self.result)

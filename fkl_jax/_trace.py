@@ -82,50 +82,55 @@ class TracedFunction:
 
 
 def trace(
-    function: Callable[..., Any],
-    kind: str,
-    params: Sequence[Any],
-    score_dtype: Any,
-    where: str,
-) -> tuple[TracedFunction, list[Any]]:
-    """Trace `function(*inputs, *params)`; return it and its captured arrays.
+    function: Callable[..., Any], kind: str, params: Sequence[Any], score_dtype: Any
+) -> tuple[Any, list[Any]]:
+    """Trace `function(*inputs, *params)`; return its jaxpr and its captured arrays.
 
     The captures are `params` followed by the arrays and tracers that the function closes over.
     """
-    integer = jax.ShapeDtypeStruct((), jnp.int32)
-    inputs = [integer] * 4
-    if kind == "score":
-        inputs = [jax.ShapeDtypeStruct((), score_dtype), *inputs]
     avals = [jax.ShapeDtypeStruct(np.shape(p), p.dtype) for p in params]
-    closed = jax.make_jaxpr(function)(*inputs, *avals)
-    _check_effects(closed.jaxpr, where)
-    captures = [*params, *closed.consts]
+    closed = jax.make_jaxpr(function)(*_input_avals(kind, score_dtype), *avals)
+    return closed.jaxpr, [*params, *closed.consts]
+
+
+def analyse(
+    jaxpr: Any,
+    kind: str,
+    capture_avals: Sequence[jax.ShapeDtypeStruct],
+    num_params: int,
+    score_dtype: Any,
+    function: Any,
+) -> TracedFunction:
+    """Separate array reads from arithmetic in what `trace` returned."""
+    inputs = _input_avals(kind, score_dtype)
     n = len(inputs)
-    open_jaxpr = closed.jaxpr
 
     def with_captures(*args: Any) -> Any:
         scalars, leaves = args[:n], args[n:]
-        explicit, consts = leaves[: len(params)], leaves[len(params) :]
-        bound = jex_core.ClosedJaxpr(open_jaxpr, list(consts))
-        return jex_core.jaxpr_as_fun(bound)(*scalars, *explicit)[0]
+        bound = jex_core.ClosedJaxpr(jaxpr, list(leaves[num_params:]))
+        return jex_core.jaxpr_as_fun(bound)(*scalars, *leaves[:num_params])[0]
 
-    capture_avals = [jax.ShapeDtypeStruct(np.shape(c), c.dtype) for c in captures]
     whole = jax.make_jaxpr(with_captures)(*inputs, *capture_avals)
     scalar, reason = None, None
     try:
         scalar = jax.make_jaxpr(
-            lambda *s: _scalarize(open_jaxpr, len(params), s, captures, function)
+            lambda *s: _scalarize(jaxpr, num_params, s, capture_avals, function)
         )(*inputs)
     except Unsupported as e:
         reason = str(e)
-    loads = ()
+    loads: tuple[Load, ...] = ()
     if scalar is not None:
         loads = tuple(
             Load(e.params["capture"], e.params["shape"], np.dtype(e.params["dtype"]))
             for e in scalar.jaxpr.eqns
             if e.primitive is load_p
         )
-    return TracedFunction(kind, whole, scalar, loads, reason), captures
+    return TracedFunction(kind, whole, scalar, loads, reason)
+
+
+def has_custom_rules(jaxpr: Any) -> bool:
+    """True if a user's derivative rule is somewhere inside; its text does not tell two rules apart."""
+    return any(eqn.primitive.name in CUSTOM_RULE for eqn in _walk(jaxpr))
 
 
 def evaluate_with_loads(
@@ -191,26 +196,8 @@ def source_line(eqn: Any, function: Any) -> str:
     return ""
 
 
-# --- private -------------------------------------------------------------------------
-
-
-def _functions(function: Any) -> list[Any]:
-    """The user functions inside a composed one (see `_mods.py`, attribute `sources`)."""
-    return list(getattr(function, "sources", ())) or [function]
-
-
-def _file_of(function: Any) -> str | None:
-    code = getattr(_unwrap(function), "__code__", None)
-    return code.co_filename if isinstance(code, types.CodeType) else None
-
-
-def _unwrap(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__wrapped__", function)
-
-
-def _check_effects(jaxpr: Any, where: str) -> None:
+def check_effects(jaxpr: Any, where: str) -> None:
+    """Raise if a mod is not a pure function of its arguments."""
     for eqn in _walk(jaxpr):
         name = eqn.primitive.name
         if name.startswith(_RANDOM):
@@ -228,6 +215,30 @@ def _check_effects(jaxpr: Any, where: str) -> None:
             f"attention: {where} has side effects ({', '.join(map(str, jaxpr.effects))}); "
             "a mod must be a pure function of its arguments."
         )
+
+
+# --- private -------------------------------------------------------------------------
+
+
+def _input_avals(kind: str, score_dtype: Any) -> list[jax.ShapeDtypeStruct]:
+    integers = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    return [jax.ShapeDtypeStruct((), score_dtype), *integers] if kind == "score" else integers
+
+
+def _functions(function: Any) -> list[Any]:
+    """The user functions inside a composed one (see `_mods.py`, attribute `sources`)."""
+    return list(getattr(function, "sources", ())) or [function]
+
+
+def _file_of(function: Any) -> str | None:
+    code = getattr(_unwrap(function), "__code__", None)
+    return code.co_filename if isinstance(code, types.CodeType) else None
+
+
+def _unwrap(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__wrapped__", function)
 
 
 def _walk(jaxpr: Any):

@@ -1,0 +1,41 @@
+"""Every environment variable that fkl_jax reads, in one place."""
+
+import dataclasses
+import os
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Variable:
+    """An environment variable: its name, its default in words, the values it allows, what it does."""
+
+    name: str
+    default: str
+    allowed: str
+    meaning: str
+
+    def value(self) -> str | None:
+        """Return what is set, or None."""
+        return os.environ.get(self.name) or None
+
+
+CPU_ISA = Variable(
+    name="FKL_JAX_CPU_ISA",
+    default="the best that the CPU has",
+    allowed="portable, avx2, avx512, avx512_bf16",
+    meaning="instruction set of the CPU backend; read once, at its first call",
+)
+CACHE_DIR = Variable(
+    name="FKL_JAX_CACHE_DIR",
+    default="fkl_jax in the user's cache folder",
+    allowed="a folder",
+    meaning="where compiled kernels are kept (the CPU backend compiles nothing and keeps nothing)",
+)
+VARIABLES = (CPU_ISA, CACHE_DIR)
+
+
+def cache_dir() -> str:
+    """Return the cache folder; it is made when something is kept there."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(
+        os.path.expanduser("~"), ".cache"
+    )
+    return CACHE_DIR.value() or os.path.join(base, "fkl_jax")

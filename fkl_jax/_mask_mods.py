@@ -1,0 +1,264 @@
+"""Mask mods: which keys a query sees, as functions of the indices; they compose with `&`, `|` and `~`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ._score_mods import Mod, as_int, as_param
+
+
+class MaskMod(Mod):
+    """A function of the indices: `function(b, h, q_idx, kv_idx, *params) -> bool`, True where attention is allowed.
+
+    Composes with `&`, `|` and `~`. The function is static, the parameters are traced.
+
+    Args:
+        function: written in `jax.numpy` on scalars; it may close over arrays.
+        params: arrays or numbers, passed after the four scalars.
+
+    Example:
+        >>> checkers = MaskMod(lambda b, h, q, kv: (q + kv) % 2 == 0) & Causal()
+    """
+
+    _arguments = ("b", "h", "q_idx", "kv_idx")
+
+    def __and__(self, other: "MaskMod | Callable[..., Any]") -> "MaskMod":
+        return _Combined("&", self, as_mask_mod(other))
+
+    def __rand__(self, other: "MaskMod | Callable[..., Any]") -> "MaskMod":
+        return _Combined("&", as_mask_mod(other), self)
+
+    def __or__(self, other: "MaskMod | Callable[..., Any]") -> "MaskMod":
+        return _Combined("|", self, as_mask_mod(other))
+
+    def __ror__(self, other: "MaskMod | Callable[..., Any]") -> "MaskMod":
+        return _Combined("|", as_mask_mod(other), self)
+
+    def __invert__(self) -> "MaskMod":
+        return _Combined("~", self)
+
+    def _is_builtin(self) -> bool:
+        return type(self).__module__ == __name__ and type(self) is not MaskMod
+
+
+jax.tree_util.register_pytree_node(MaskMod, MaskMod._flatten, MaskMod._unflatten)
+
+
+class _Combined(MaskMod):
+    """Mask mods joined by one operator; a pytree of its parts."""
+
+    def __init__(self, operator: str, *parts: MaskMod):
+        self.operator, self.parts = operator, parts
+
+    def _flatten(self) -> tuple[tuple[Any, ...], Any]:
+        return self.parts, self.operator
+
+    @classmethod
+    def _unflatten(cls, operator: Any, parts: Any) -> "_Combined":
+        mod = object.__new__(cls)
+        mod.operator, mod.parts = operator, tuple(parts)
+        return mod
+
+    def __call__(self, *args: Any) -> Any:
+        values = [_as_bool(part(*args), part) for part in self.parts]
+        if self.operator == "~":
+            return jnp.logical_not(values[0])
+        join = jnp.logical_and if self.operator == "&" else jnp.logical_or
+        return join(*values)
+
+    def __repr__(self) -> str:
+        if self.operator == "~":
+            return f"~{self.parts[0]!r}"
+        return f"({f' {self.operator} '.join(map(repr, self.parts))})"
+
+    def sources(self) -> tuple[Any, ...]:
+        return tuple(f for part in self.parts for f in part.sources())
+
+    def check_signature(self, where: str) -> None:
+        for part in self.parts:
+            part.check_signature(where)
+
+
+def _as_bool(value: Any, part: Any) -> Any:
+    if jnp.result_type(value) != jnp.bool_ or jnp.ndim(value):
+        raise TypeError(
+            f"attention: mask_mod {part!r} returned {_describe(value)}; it must return a bool scalar."
+        )
+    return value
+
+
+def _describe(value: Any) -> str:
+    return f"{jnp.result_type(value)} of shape {jnp.shape(value)}"
+
+
+def as_mask_mod(value: Any) -> MaskMod:
+    """Return a MaskMod: the value itself, or a plain function wrapped."""
+    if isinstance(value, MaskMod):
+        return value
+    if isinstance(value, Mod) or not callable(value):
+        raise TypeError(
+            f"attention: mask_mod is {value!r}; it must be a MaskMod or a function "
+            "(b, h, q_idx, kv_idx) -> bool."
+        )
+    return MaskMod(value)
+
+
+class Causal(MaskMod):
+    """Live iff `kv_idx <= q_idx`."""
+
+    def __init__(self) -> None:
+        super().__init__(_causal)
+
+
+class SlidingWindow(MaskMod):
+    """Live iff `q_idx - left <= kv_idx <= q_idx + right`.
+
+    Args:
+        left: int scalar >= 0, may be traced; None is unbounded.
+        right: int scalar >= 0, may be traced, default 0; None is unbounded.
+
+    Raises:
+        ValueError: a bound is negative.
+    """
+
+    def __init__(self, left: ArrayLike | None, right: ArrayLike | None = 0):
+        bounds = []
+        for name, bound in (("left", left), ("right", right)):
+            if bound is not None:
+                bounds.append(as_int(bound, f"{name} of SlidingWindow"))
+                _check_not_negative(bounds[-1], f"{name} of SlidingWindow")
+        functions = {
+            (True, True): _window,
+            (True, False): _window_left,
+            (False, True): _window_right,
+            (False, False): _window_none,
+        }
+        super().__init__(functions[left is not None, right is not None], *bounds)
+
+    @classmethod
+    def last(cls, w: ArrayLike) -> "SlidingWindow":
+        """Keep the last `w` keys, the query's own included (`left = w - 1`).
+
+        Args:
+            w: int scalar >= 1, may be traced.
+        """
+        width = as_int(w, "w of SlidingWindow.last")
+        if not isinstance(width, jax.core.Tracer) and int(width) < 1:
+            raise ValueError(
+                f"attention: w of SlidingWindow.last is {int(width)}; it must be at least 1, the query's own key."
+            )
+        return cls(width - 1, 0)
+
+
+class PrefixLM(MaskMod):
+    """Live iff `kv_idx < length` or `kv_idx <= q_idx`: a prefix seen by all, causal after it.
+
+    Args:
+        length: int scalar, or one per batch element, shape (B,); may be traced.
+    """
+
+    def __init__(self, length: ArrayLike):
+        super().__init__(_prefix_lm, as_int(length, "length of PrefixLM", (0, 1)))
+
+
+class SegmentIds(MaskMod):
+    """Live iff the segment ids of query and key are equal and not negative.
+
+    Args:
+        q_ids: int, shape (B, T) read at [b, q_idx], or (T,) for all batch elements.
+        kv_ids: the same for keys; None means `q_ids`.
+    """
+
+    def __init__(self, q_ids: ArrayLike, kv_ids: ArrayLike | None = None):
+        ids = [as_int(q_ids, "q_ids of SegmentIds", (1, 2))]
+        if kv_ids is not None:
+            ids.append(as_int(kv_ids, "kv_ids of SegmentIds", (1, 2)))
+        super().__init__(_segment_ids, *ids)
+
+
+class Padding(MaskMod):
+    """Live iff `kv_idx < lengths[b]`.
+
+    Args:
+        lengths: int, shape (B,), or a scalar for all batch elements.
+    """
+
+    def __init__(self, lengths: ArrayLike):
+        super().__init__(_padding, as_int(lengths, "lengths of Padding", (0, 1)))
+
+
+class DenseMask(MaskMod):
+    """Live where an array says so.
+
+    Args:
+        array: bool, shape (T, S), (N|1, T, S) or (B|1, N|1, T, S); True = attend. Read at global indices.
+    """
+
+    def __init__(self, array: ArrayLike):
+        mask = as_param(array, "array of DenseMask")
+        if mask.dtype != jnp.bool_:
+            raise TypeError(
+                f"attention: array of DenseMask has dtype {mask.dtype}; it must be bool "
+                "(an additive mask goes to `bias`)."
+            )
+        if mask.ndim not in (2, 3, 4):
+            raise ValueError(
+                f"attention: array of DenseMask has shape {mask.shape}; it must be (T, S), (N|1, T, S) or (B|1, N|1, T, S)."
+            )
+        super().__init__(_dense_mask, mask)
+
+
+def _check_not_negative(value: jax.Array, name: str) -> None:
+    if not isinstance(value, jax.core.Tracer) and int(value) < 0:
+        raise ValueError(
+            f"attention: {name} is {int(value)}; it must not be negative (None means unbounded)."
+        )
+
+
+def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx <= q_idx
+
+
+def _window(b: Any, h: Any, q_idx: Any, kv_idx: Any, left: Any, right: Any) -> Any:
+    return _window_left(b, h, q_idx, kv_idx, left) & _window_right(b, h, q_idx, kv_idx, right)
+
+
+# Distances are compared, not `q_idx - left`: a bound near the largest int32 must not wrap.
+def _window_left(b: Any, h: Any, q_idx: Any, kv_idx: Any, left: Any) -> Any:
+    return q_idx - kv_idx <= left
+
+
+def _window_right(b: Any, h: Any, q_idx: Any, kv_idx: Any, right: Any) -> Any:
+    return kv_idx - q_idx <= right
+
+
+def _window_none(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return jnp.bool_(True)
+
+
+def _prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any, length: Any) -> Any:
+    prefix = length if length.ndim == 0 else length[b]
+    return (kv_idx < prefix) | (kv_idx <= q_idx)
+
+
+def _segment_ids(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_ids: Any, kv_ids: Any = None) -> Any:
+    kv_ids = q_ids if kv_ids is None else kv_ids
+    of_query = q_ids[q_idx] if q_ids.ndim == 1 else q_ids[b, q_idx]
+    of_key = kv_ids[kv_idx] if kv_ids.ndim == 1 else kv_ids[b, kv_idx]
+    return (of_query == of_key) & (of_query >= 0)
+
+
+def _padding(b: Any, h: Any, q_idx: Any, kv_idx: Any, lengths: Any) -> Any:
+    return kv_idx < (lengths if lengths.ndim == 0 else lengths[b])
+
+
+def _dense_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, array: Any) -> Any:
+    heads = (h,) if array.ndim >= 3 else ()
+    batch = (b,) if array.ndim == 4 else ()
+    index = (*batch, *heads, q_idx, kv_idx)
+    # A size-1 axis is read at 0 whatever the index.
+    index = tuple(0 if n == 1 else i for i, n in zip(index, array.shape, strict=True))
+    return array[index]
