@@ -140,15 +140,23 @@ def _cpu_kernels() -> Lines:
 
 
 def _backends() -> Lines:
-    """Each backend with yes or its reason; the first that can is what None takes."""
+    """Each backend with yes or no and its reason, and what the default takes here."""
     answers = list(importlib.import_module("fkl_jax._backends").report())
     lines = [
         (name, ("yes" if can else "no") + (f": {reason}" if reason else ""))
         for name, can, reason in answers
     ]
-    chosen = [name for name, can, _ in answers if can]
-    lines.append(("implementation=None", chosen[0] if chosen else "nothing: see above"))
+    available = {name for name, can, _ in answers if can}
+    lines.append(("implementation=None", _attempt(lambda: _choice(available))))
     return lines
+
+
+def _choice(available: set[str]) -> str:
+    import jax
+
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    name = "ffi" if f"ffi on {platform}" in available else "xla"
+    return f"{name!r} (JAX's default platform here is {platform})"
 
 
 def _cache() -> Lines:

@@ -44,8 +44,6 @@ class MaskMod(Mod):
         return type(self).__module__ == __name__ and type(self) is not MaskMod
 
 
-jax.tree_util.register_pytree_node(MaskMod, MaskMod._flatten, MaskMod._unflatten)
-
 
 class _Combined(MaskMod):
     """Mask mods joined by one operator; a pytree of its parts."""

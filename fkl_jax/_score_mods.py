@@ -142,8 +142,6 @@ class ScoreMod(Mod):
     _arguments = ("s", "b", "h", "q_idx", "kv_idx")
 
 
-jax.tree_util.register_pytree_node(ScoreMod, ScoreMod._flatten, ScoreMod._unflatten)
-
 
 class SoftCap(ScoreMod):
     """`cap * tanh(s / cap)`: keeps scores within (-cap, cap).
