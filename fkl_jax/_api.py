@@ -1,4 +1,5 @@
-"""`attention`: the one public call, its arguments and the way from them to a spec and operands."""
+"""`attention`: the one public call, its arguments and the way from them to a spec and
+operands."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -47,57 +48,74 @@ def attention(
     In this order, in float32 (float64 for float64 inputs):
 
     .. math::
-        s_{ij} = scale \cdot q_i \cdot k_j + bias_{ij}; \quad s = score\_mod(s, b, h, q\_idx, kv\_idx); \\
-        lse_i = \log \sum_{j\ live} e^{s_{ij}}; \quad out_i = \sum_{j\ live} e^{s_{ij} - lse_i} v_j
+        s_{ij} &= scale \cdot q_i \cdot k_j + bias_{ij} \\
+        s_{ij} &= score\_mod(s_{ij}, b, h, q\_idx, kv\_idx) \\
+        lse_i &= \log \sum_{j\ live} e^{s_{ij}} \\
+        out_i &= \sum_{j\ live} e^{s_{ij} - lse_i} v_j
 
-    An element is live if every mask source says so. Letters: `*B` any number of batch axes, `T` and `S` query and key
-    length, `N` and `K` query and key/value heads (`N % K == 0`, query head h reads key/value head `h // (N // K)`),
-    `H` and `Hv` head dims of query/key and of value.
+    An element is live if every mask source says so. Letters: `*B` any number of batch
+    axes, `T` and `S` query and key length, `N` and `K` query and key/value heads (`N %
+    K == 0`, query head h reads key/value head `h // (N // K)`), `H` and `Hv` head dims
+    of query/key and of value.
 
     Args:
         query: (*B, T, N, H); float32, bfloat16, float16 or float64.
         key: (*B, S, K, H), query's dtype.
         value: (*B, S, K, Hv), query's dtype.
-        score_mod: a `ScoreMod`, a function `(s, b, h, q_idx, kv_idx) -> s` of scalars, or a tuple of those applied from
-            left to right; a `MaskMod` in it acts as a mask. Functions are written in jax.numpy and may close over
-            arrays. Indices are global: `b` counts the flattened `*B`, `q_idx = i + q_offset`, `kv_idx = j + kv_offset`.
-        mask_mod: a `MaskMod`, a function `(b, h, q_idx, kv_idx) -> bool`, or a tuple of those, all of which must hold.
+        score_mod: a `ScoreMod`, a function `(s, b, h, q_idx, kv_idx) -> s` of scalars,
+            or a tuple of those applied from left to right; a `MaskMod` in it acts as a
+            mask. Functions are written in jax.numpy and may close over arrays. Indices
+            are global: `b` counts the flattened `*B`, `q_idx = i + q_offset`, `kv_idx
+            = j + kv_offset`.
+        mask_mod: a `MaskMod`, a function `(b, h, q_idx, kv_idx) -> bool`, or a tuple
+            of those, all of which must hold.
         block_mask: a `BlockMask`; its dead blocks cost nothing.
-        bias: float, broadcastable to (*B, N, T, S); added before the score mods; differentiable.
-        causal: False; True (needs T == S or an explicit offset: live iff `kv_idx <= q_idx`); "top_left" (`j <= i`);
-            "bottom_right" (`j <= i + S - T`).
-        scale: any finite number or traced scalar, 0 and negative ones too; None is `1 / sqrt(H)`; differentiable.
-        q_segment_ids, kv_segment_ids: int (*B, T) and (*B, S), both or none: live iff equal and not negative.
-        q_seq_lengths, kv_seq_lengths: int (*B,): query rows at or beyond are dead rows (out 0, lse -inf), keys at or
-            beyond are dead keys.
-        q_offset, kv_offset: int scalar or (*B,), may be traced; position of the first query and key; None is 0.
-        sinks: float (N,): an extra logit per query head that takes probability and gives no value; differentiable.
+        bias: float, broadcastable to (*B, N, T, S); added before the score mods;
+            differentiable.
+        causal: False; True (needs T == S or an explicit offset: live iff `kv_idx <=
+            q_idx`); "top_left" (`j <= i`); "bottom_right" (`j <= i + S - T`).
+        scale: any finite number or traced scalar, 0 and negative ones too; None is `1
+            / sqrt(H)`; differentiable.
+        q_segment_ids, kv_segment_ids: int (*B, T) and (*B, S), both or none: live iff
+            equal and not negative.
+        q_seq_lengths, kv_seq_lengths: int (*B,): query rows at or beyond are dead rows
+            (out 0, lse -inf), keys at or beyond are dead keys.
+        q_offset, kv_offset: int scalar or (*B,), may be traced; position of the first
+            query and key; None is 0.
+        sinks: float (N,): an extra logit per query head that takes probability and
+            gives no value; differentiable.
         return_lse: also return the log-sum-exp.
         deterministic: gradients are bitwise repeatable (the forward always is).
-        precision: of the products, as for `jax.lax.dot`; None follows `jax_default_matmul_precision`.
-        implementation: "ffi" (compiled kernels), "xla" (plain JAX), or None: compiled kernels where they can take the
-            call, plain JAX otherwise, with one warning that says why.
+        precision: of the products, as for `jax.lax.dot`; None follows
+            `jax_default_matmul_precision`.
+        implementation: "ffi" (compiled kernels), "xla" (plain JAX), or None: compiled
+            kernels where they can take the call, plain JAX otherwise, with one warning
+            that says why.
 
     Returns:
-        out (*B, T, N, Hv) in query's dtype; with `return_lse` also lse (*B, N, T), natural logarithm, float32 (float64
-        for float64 inputs). A row without a live key has out exactly 0 and lse -inf (with sinks: the sink).
+        out (*B, T, N, Hv) in query's dtype; with `return_lse` also lse (*B, N, T),
+        natural logarithm, float32 (float64 for float64 inputs). A row without a live
+        key has out exactly 0 and lse -inf (with sinks: the sink).
 
     Raises:
         ValueError: a wrong shape, value or combination.
         TypeError: a wrong kind or dtype.
-        NotImplementedError: `implementation="ffi"` for a call that no kernel takes; it names the reason.
+        NotImplementedError: `implementation="ffi"` for a call that no kernel takes; it
+            names the reason.
 
     Notes:
-        Changing a value (of a mod's parameter, a mask, an offset, a length, the scale) never compiles anything.
-        Gradients flow to query, key, value, bias, scale, sinks, and every float parameter and captured array of a
-        score mod. They are reverse mode to any order; forward mode needs `implementation="xla"`.
-        Residuals are the operands, out and lse; the last two carry the checkpoint names "fkl_out" and "fkl_lse".
-        Memory beyond operands and results is O(T + S).
+        Changing a value (of a mod's parameter, a mask, an offset, a length, the scale)
+        never compiles anything. Gradients flow to query, key, value, bias, scale,
+        sinks, and every float parameter and captured array of a score mod. They are
+        reverse mode to any order; forward mode needs `implementation="xla"`. Residuals
+        are the operands, out and lse; the last two carry the checkpoint names
+        "fkl_out" and "fkl_lse". Memory beyond operands and results is O(T + S).
 
     Source: Dao et al., "FlashAttention" (2022); the contract is docs/semantics.md.
 
     Example:
-        >>> out = attention(q, k, v, causal=True, score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j))
+        >>> alibi = lambda s, b, h, q_idx, kv_idx: s - slopes[h] * (q_idx - kv_idx)
+        >>> out = attention(q, k, v, causal=True, score_mod=alibi)
     """
     query = _validate.as_array(query, "query")
     key = _validate.as_array(key, "key")
@@ -110,18 +128,30 @@ def attention(
     _validate.check_bool(return_lse, "return_lse")
     _validate.check_bool(deterministic, "deterministic")
 
-    *batch, t, n, h = query.shape
+    batch = query.shape[:-3]
+    t, n, h = query.shape[-3:]
     s = key.shape[-3]
-    batch = tuple(batch)
     acc = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     operands: dict[str, Any] = {"query": query, "key": key, "value": value}
     operands["scale"] = _validate.check_scale(scale, h, acc)
     if bias is not None:
-        array = _validate.check_bias(_validate.as_array(bias, "bias"), (*batch, n, t, s))
+        array = _validate.check_bias(
+            _validate.as_array(bias, "bias"), (*batch, n, t, s)
+        )
         # float64 beside float32 inputs: the kernels read at most float32.
         operands["bias"] = array.astype(acc) if array.dtype == jnp.float64 else array
-    _add_pair(operands, "q_segment_ids", q_segment_ids, (*batch, t), "kv_segment_ids", kv_segment_ids, (*batch, s))
-    for name, lengths in (("q_seq_lengths", q_seq_lengths), ("kv_seq_lengths", kv_seq_lengths)):
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        raise _validate.half_of_segment_ids(q_segment_ids is None)
+    for name, ids, length in (
+        ("q_segment_ids", q_segment_ids, t),
+        ("kv_segment_ids", kv_segment_ids, s),
+    ):
+        if ids is not None:
+            operands[name] = _validate.check_integers(ids, name, (*batch, length))
+    for name, lengths in (
+        ("q_seq_lengths", q_seq_lengths),
+        ("kv_seq_lengths", kv_seq_lengths),
+    ):
         if lengths is not None:
             operands[name] = _validate.check_integers(lengths, name, batch)
     for name, offset in (("q_offset", q_offset), ("kv_offset", kv_offset)):
@@ -133,11 +163,14 @@ def attention(
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
             raise TypeError(
-                f"attention: block_mask is a {type(block_mask).__name__}; wrap the array in BlockMask(mask, block_q, "
+                f"attention: block_mask is a {type(block_mask).__name__}; wrap the "
+                "array in BlockMask(mask, block_q, "
                 "block_kv)."
             )
         blocks = (block_mask.block_q, block_mask.block_kv)
-        operands["block_mask"] = _validate.check_block_mask(block_mask.mask, blocks, batch, n, t, s)
+        operands["block_mask"] = _validate.check_block_mask(
+            block_mask.mask, blocks, batch, n, t, s
+        )
 
     scores, masks = _compose.split_mods(score_mod, mask_mod)
     if causal is not False:
@@ -146,13 +179,16 @@ def attention(
             raise _validate.ambiguous_causal(t, s)
         if isinstance(causal, str) and has_offset:
             raise _validate.causal_with_offsets(causal)
-        masks.insert(0, _compose.bottom_right(t, s) if causal == "bottom_right" else Causal())
+        masks.insert(
+            0, _compose.bottom_right(t, s) if causal == "bottom_right" else Causal()
+        )
     score, score_captures = _compose.trace_scores(scores, acc)
     mask, mask_captures = _compose.trace_masks(masks)
     if mask is not None:
         mask = mask.with_captures_from(len(score_captures))
     mods = [m for m in (score, mask) if m is not None]
-    # Iotas rather than constants inside a kernel: they shard like the batch and the heads, and stay global.
+    # Iotas rather than constants inside a kernel: they shard like the batch and the
+    # heads, and stay global.
     if any(m.program is None or m.program.uses("b") for m in mods):
         count = int(np.prod(batch))
         operands["batch_index"] = jnp.arange(count, dtype=jnp.int32).reshape(batch)
@@ -189,34 +225,20 @@ def attention_with_lse(
         options: every keyword of `attention` but `return_lse`.
 
     Returns:
-        out (*B, T, N, Hv) and lse (*B, N, T), natural logarithm, float32, -inf on rows without a live key.
+        out (*B, T, N, Hv) and lse (*B, N, T), natural logarithm, float32, -inf on rows
+        without a live key.
 
     Raises:
         TypeError: `return_lse` is among the options; otherwise as `attention`.
     """
     if "return_lse" in options:
-        raise TypeError("attention_with_lse always returns lse; drop return_lse, or call attention.")
+        raise TypeError(
+            "attention_with_lse always returns lse; drop return_lse, or call attention."
+        )
     return attention(query, key, value, return_lse=True, **options)
 
 
 # --- private -------------------------------------------------------------------------
-
-
-def _add_pair(
-    operands: dict[str, Any],
-    q_name: str,
-    q: Any,
-    q_shape: tuple[int, ...],
-    kv_name: str,
-    kv: Any,
-    kv_shape: tuple[int, ...],
-) -> None:
-    if (q is None) != (kv is None):
-        present, absent = (q_name, kv_name) if kv is None else (kv_name, q_name)
-        raise _validate.one_without_other(present, absent)
-    if q is not None:
-        operands[q_name] = _validate.check_integers(q, q_name, q_shape)
-        operands[kv_name] = _validate.check_integers(kv, kv_name, kv_shape)
 
 
 _PRECISIONS = {
@@ -234,13 +256,14 @@ _PRECISIONS = {
 
 def _precision(value: PrecisionLike) -> str:
     if value is None:
-        value = jax.config.jax_default_matmul_precision
+        value = getattr(jax.config, "jax_default_matmul_precision", None)
     if isinstance(value, jax.lax.Precision):
         value = value.name.lower()
     word = value.lower() if isinstance(value, str) else value
     if word not in _PRECISIONS:
         allowed = ", ".join(repr(k) for k in _PRECISIONS if k)
         raise ValueError(
-            f"attention: precision is {value!r}; it must be None, a jax.lax.Precision or one of {allowed}."
+            f"attention: precision is {value!r}; it must be None, a jax.lax.Precision "
+            f"or one of {allowed}."
         )
     return _PRECISIONS[word]

@@ -10,18 +10,21 @@ from . import _ffi
 from ._spec import AttentionSpec
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-# A sanity bound on head dims in the compiled backends; beyond it nobody has measured anything.
+# A sanity bound on head dims in the compiled backends; beyond it nobody has measured
+# anything.
 _MAX_HEAD_DIM = 1024
 
 _announced: set[str] = set()
 
 
 class FallbackWarning(UserWarning):
-    """`implementation=None` runs a call in plain JAX because the compiled backend cannot take it."""
+    """`implementation=None` runs a call in plain JAX because the compiled backend
+    cannot take it."""
 
 
 def report() -> list[tuple[str, bool, str]]:
-    """Return (name, available, reason) of each backend on this machine, in order of preference."""
+    """Return (name, available, reason) of each backend on this machine, in order of
+    preference."""
     reason = _ffi.register()
     cpu = (
         "ffi on cpu",
@@ -32,11 +35,14 @@ def report() -> list[tuple[str, bool, str]]:
     return [cpu, cuda, ("xla", True, "plain JAX, every platform, float64 too")]
 
 
-def choose(spec: AttentionSpec, operands: dict[str, Any], implementation: str | None) -> str:
+def choose(
+    spec: AttentionSpec, operands: dict[str, Any], implementation: str | None
+) -> str:
     """Return "ffi" or "xla" for a call.
 
     Raises:
-        NotImplementedError: `implementation="ffi"` and the compiled backend cannot take the call.
+        NotImplementedError: `implementation="ffi"` and the compiled backend cannot
+            take the call.
     """
     if implementation == "xla":
         return "xla"
@@ -51,7 +57,8 @@ def choose(spec: AttentionSpec, operands: dict[str, Any], implementation: str | 
     if implementation == "ffi":
         raise NotImplementedError(
             "attention: no backend takes this call as asked (implementation='ffi').\n"
-            f"  ffi: {reason}\n  xla: not asked for; implementation=None or 'xla' runs it in plain JAX."
+            f"  ffi: {reason}\n  xla: not asked for; implementation=None or 'xla' "
+            "runs it in plain JAX."
         )
     _announce(reason)
     return "xla"
@@ -77,8 +84,14 @@ def _why_not_compiled(spec: AttentionSpec, operands: dict[str, Any]) -> str | No
         return missing
     query, value = operands["query"], operands["value"]
     if query.dtype not in _DTYPES:
-        return f"query has dtype {query.dtype}; the kernels take float32, bfloat16 and float16"
-    for name, dim in (("head_dim", query.shape[-1]), ("value head_dim", value.shape[-1])):
+        return (
+            f"query has dtype {query.dtype}; the kernels take float32, bfloat16 and "
+            "float16"
+        )
+    for name, dim in (
+        ("head_dim", query.shape[-1]),
+        ("value head_dim", value.shape[-1]),
+    ):
         if dim > _MAX_HEAD_DIM:
             return f"{name} is {dim}; the kernels take at most {_MAX_HEAD_DIM}"
     for name, mod in (("score_mod", spec.score), ("mask_mod", spec.mask)):
@@ -92,7 +105,11 @@ def _why_not_preferred() -> str | None:
     platform = jax.default_backend()
     if platform == "cpu":
         return None
-    return _NO_CUDA if platform in ("gpu", "cuda") else f"there are no kernels for {platform}"
+    return (
+        _NO_CUDA
+        if platform in ("gpu", "cuda")
+        else f"there are no kernels for {platform}"
+    )
 
 
 def _announce(reason: str) -> None:

@@ -1,4 +1,5 @@
-"""BlockMask: a coarse mask over tiles whose contents are traced and whose geometry is static."""
+"""BlockMask: a coarse mask over tiles whose contents are traced and whose geometry is
+static."""
 
 import math
 from collections.abc import Callable
@@ -17,12 +18,13 @@ from ._mask_mods import Causal, MaskMod, SlidingWindow, as_mask_mod
 class BlockMask:
     """Which tiles of the score matrix are attended.
 
-    Every element of an attended block is live unless another mask source says no; a dead block costs neither loads nor
-    arithmetic. The array is traced: new contents never compile anything.
+    Every element of an attended block is live unless another mask source says no; a
+    dead block costs neither loads nor arithmetic. The array is traced: new contents
+    never compile anything.
 
     Args:
-        mask: bool or uint8, 1 = attend, shape (batch*heads, nQB, nKB) or (B|1, N|1, nQB, nKB), with
-            nQB = ceil(T / block_q) and nKB = ceil(S / block_kv).
+        mask: bool or uint8, 1 = attend, shape (batch*heads, nQB, nKB) or (B|1, N|1,
+            nQB, nKB), with nQB = ceil(T / block_q) and nKB = ceil(S / block_kv).
         block_q: queries per block, any positive int, default 128.
         block_kv: keys per block, any positive int, default 128.
 
@@ -39,11 +41,13 @@ class BlockMask:
         array = mask if isinstance(mask, jax.Array) else jnp.asarray(np.asarray(mask))
         if array.dtype not in (jnp.bool_, jnp.uint8):
             raise TypeError(
-                f"attention: mask of BlockMask has dtype {array.dtype}; it must be bool or uint8 (1 = attend)."
+                f"attention: mask of BlockMask has dtype {array.dtype}; it must be "
+                "bool or uint8 (1 = attend)."
             )
         if array.ndim not in (3, 4):
             raise ValueError(
-                f"attention: mask of BlockMask has shape {array.shape}; it must be (batch*heads, nQB, nKB) or "
+                f"attention: mask of BlockMask has shape {array.shape}; it must be "
+                "(batch*heads, nQB, nKB) or "
                 "(B|1, N|1, nQB, nKB)."
             )
         self.mask = array
@@ -64,8 +68,11 @@ class BlockMask:
     def causal(
         cls, q_len: int, kv_len: int, *, block_q: int = 128, block_kv: int = 128
     ) -> "BlockMask":
-        """Blocks with any element `kv_idx <= q_idx`. Exact causality inside them needs `causal` or `Causal()` too."""
-        return cls.from_mask_mod(Causal(), q_len, kv_len, block_q=block_q, block_kv=block_kv)
+        """Blocks with any element `kv_idx <= q_idx`. Exact causality inside them needs
+        `causal` or `Causal()` too."""
+        return cls.from_mask_mod(
+            Causal(), q_len, kv_len, block_q=block_q, block_kv=block_kv
+        )
 
     @classmethod
     def sliding_window(
@@ -122,7 +129,11 @@ class BlockMask:
             out = live(b, h, jnp.minimum(q, q_len - 1), jnp.minimum(kv, kv_len - 1))
             return (out & inside).any((-2, -1))
 
-        return cls(_by_block(block, q_len, kv_len, block_q, block_kv, (batch, heads)), block_q, block_kv)
+        return cls(
+            _by_block(block, q_len, kv_len, block_q, block_kv, (batch, heads)),
+            block_q,
+            block_kv,
+        )
 
     @classmethod
     def from_segment_ids(
@@ -144,12 +155,14 @@ class BlockMask:
         for name, ids in (("q_ids", of_q), ("kv_ids", of_kv)):
             if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
                 raise ValueError(
-                    f"attention: {name} of BlockMask.from_segment_ids is {ids.dtype}{list(ids.shape)}; it must be int "
+                    f"attention: {name} of BlockMask.from_segment_ids is "
+                    f"{ids.dtype}{list(ids.shape)}; it must be int "
                     "with shape (B, length)."
                 )
         if of_q.shape[0] != of_kv.shape[0]:
             raise ValueError(
-                f"attention: q_ids has batch {of_q.shape[0]}, kv_ids {of_kv.shape[0]}; they must match."
+                f"attention: q_ids has batch {of_q.shape[0]}, kv_ids "
+                f"{of_kv.shape[0]}; they must match."
             )
         q = _pad_to_blocks(of_q, 1, block_q, -1)
         kv = _pad_to_blocks(of_kv, 1, block_kv, -1)
@@ -161,17 +174,21 @@ class BlockMask:
 
         batch = of_q.shape[0]
         lengths = (of_q.shape[1], of_kv.shape[1])
-        return cls(_by_block(block, *lengths, block_q, block_kv, (batch, 1)), block_q, block_kv)
+        return cls(
+            _by_block(block, *lengths, block_q, block_kv, (batch, 1)), block_q, block_kv
+        )
 
     @classmethod
     def from_dense(
         cls, dense: ArrayLike, *, block_q: int = 128, block_kv: int = 128
     ) -> "BlockMask":
-        """Blocks with any live element of a dense bool mask, shape (T, S), (N|1, T, S) or (B|1, N|1, T, S)."""
+        """Blocks with any live element of a dense bool mask, shape (T, S), (N|1, T, S)
+        or (B|1, N|1, T, S)."""
         array = jnp.asarray(dense)
         if array.dtype != jnp.bool_ or array.ndim not in (2, 3, 4):
             raise ValueError(
-                f"attention: dense of BlockMask.from_dense is {array.dtype}{list(array.shape)}; it must be bool with "
+                "attention: dense of BlockMask.from_dense is "
+                f"{array.dtype}{list(array.shape)}; it must be bool with "
                 "shape (T, S), (N|1, T, S) or (B|1, N|1, T, S)."
             )
         array = array.reshape((1,) * (4 - array.ndim) + array.shape)
@@ -196,8 +213,12 @@ class BlockMask:
 
     def __repr__(self) -> str:
         shape = tuple(self.mask.shape) if hasattr(self.mask, "shape") else self.mask
-        text = f"BlockMask(shape={shape}, block_q={self.block_q}, block_kv={self.block_kv}"
-        if isinstance(self.mask, jax.Array) and not isinstance(self.mask, jax.core.Tracer):
+        text = (
+            f"BlockMask(shape={shape}, block_q={self.block_q}, block_kv={self.block_kv}"
+        )
+        if isinstance(self.mask, jax.Array) and not isinstance(
+            self.mask, jax.core.Tracer
+        ):
             text += f", sparsity={self.sparsity():.1%}"
         return text + ")"
 
@@ -207,10 +228,13 @@ def _block_size(value: int, name: str) -> int:
         size = int(value.__index__())
     except AttributeError:
         raise TypeError(
-            f"attention: {name} of BlockMask is {value!r}; it must be a Python int, since the geometry is static."
+            f"attention: {name} of BlockMask is {value!r}; it must be a Python int, "
+            "since the geometry is static."
         ) from None
     if size <= 0:
-        raise ValueError(f"attention: {name} of BlockMask is {size}; it must be positive.")
+        raise ValueError(
+            f"attention: {name} of BlockMask is {size}; it must be positive."
+        )
     return size
 
 
@@ -235,7 +259,8 @@ def _by_block(
     block_kv: int,
     leading: tuple[int, int],
 ) -> jax.Array:
-    """Evaluate `block(q0, kv0) -> (*leading)` for every block, one at a time: no T x S array is made."""
+    """Evaluate `block(q0, kv0) -> (*leading)` for every block, one at a time: no T x S
+    array is made."""
     num_q = math.ceil(q_len / _block_size(block_q, "block_q"))
     num_kv = math.ceil(kv_len / _block_size(block_kv, "block_kv"))
     if num_q == 0 or num_kv == 0:

@@ -1,7 +1,7 @@
 """Encode a program for the CPU interpreter (docs/internals.md, section 2).
 
-Values that depend only on (b, h) or on the query row are scalars, computed once per head or row; the rest are rows of
-scores, whose registers are assigned here by liveness.
+Values that depend only on (b, h) or on the query row are scalars, computed once per
+head or row; the rest are rows of scores, whose registers are assigned here by liveness.
 """
 
 import numpy as np
@@ -36,7 +36,16 @@ def encode(program: Program | None) -> np.ndarray:
             imm = int(bool(node.args) and unit[node.args[-1]])
         else:
             a, b, c = (*node.args, 0, 0, 0)[:3]
-        records += [_OP[node.op], _TYPE[node.type], stages[k], registers[k], a, b, c, imm]
+        records += [
+            _OP[node.op],
+            _TYPE[node.type],
+            stages[k],
+            registers[k],
+            a,
+            b,
+            c,
+            imm,
+        ]
     header = [
         _VERSION,
         len(program.nodes),
@@ -60,7 +69,8 @@ def _bits(kind: str, value: float) -> np.int32:
 
 
 def _stages(program: Program) -> list[int]:
-    """When each value can be computed; a vector value that only the derivative needs waits for it."""
+    """When each value can be computed; a vector value that only the derivative needs
+    waits for it."""
     stages: list[int] = []
     for node in program.nodes:
         if node.op == "input":
@@ -78,9 +88,11 @@ def _stages(program: Program) -> list[int]:
 
 
 def _registers(program: Program, stages: list[int]) -> tuple[list[int], int]:
-    """Linear scan over the vector values in the order in which they run: stage 2, then stage 3.
+    """Linear scan over the vector values in the order in which they run: stage 2, then
+    stage 3.
 
-    Inputs keep a register of their own for the whole run: the caller owns the rows behind them.
+    Inputs keep a register of their own for the whole run: the caller owns the rows
+    behind them.
     """
     order = [k for s in (2, 3) for k, t in enumerate(stages) if t == s]
     forever = len(order)
@@ -92,9 +104,9 @@ def _registers(program: Program, stages: list[int]) -> tuple[list[int], int]:
     results = [program.result, program.dscore, *(g for _, g in program.load_grads)]
     # The gradients of loads also need the indices of the loads.
     results += [i for load, _ in program.load_grads for i in program.nodes[load].args]
-    for k in results:
-        if k is not None and k in last:
-            last[k] = forever
+    for r in results:
+        if r is not None and r in last:
+            last[r] = forever
     for k in order:
         if program.nodes[k].op == "input":
             last[k] = forever

@@ -1,4 +1,5 @@
-"""Turn the mods of a call into at most two traced functions: one for the scores, one for the masks."""
+"""Turn the mods of a call into at most two traced functions: one for the scores, one
+for the masks."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ MaskModLike = MaskMod | Callable[..., Any]
 
 
 class _CausalShifted(MaskMod):
-    """Live iff `kv_idx <= q_idx + shift`: the diagonal ends in the bottom right corner for `shift = S - T`."""
+    """Live iff `kv_idx <= q_idx + shift`: the diagonal ends in the bottom right corner
+    for `shift = S - T`."""
 
     def __init__(self, shift: int):
         super().__init__(_causal_shifted, as_int(shift, "shift"))
@@ -37,7 +39,8 @@ def bottom_right(q_len: int, kv_len: int) -> MaskMod:
 
 
 def split_mods(score_mod: Any, mask_mod: Any) -> tuple[list[ScoreMod], list[MaskMod]]:
-    """Return score mods from left to right, and all masks; a MaskMod given as score_mod is a mask."""
+    """Return score mods from left to right, and all masks; a MaskMod given as
+    score_mod is a mask."""
     scores: list[ScoreMod] = []
     masks: list[MaskMod] = []
     for mod in _as_list(score_mod):
@@ -49,19 +52,23 @@ def split_mods(score_mod: Any, mask_mod: Any) -> tuple[list[ScoreMod], list[Mask
             scores.append(ScoreMod(mod))
         else:
             raise TypeError(
-                f"attention: score_mod is {mod!r}; it must be a ScoreMod, a MaskMod, a function "
+                f"attention: score_mod is {mod!r}; it must be a ScoreMod, a MaskMod, "
+                "a function "
                 "(s, b, h, q_idx, kv_idx) -> s, or a tuple of those."
             )
     for mod in _as_list(mask_mod):
         if isinstance(mod, ScoreMod):
             raise TypeError(
-                f"attention: mask_mod is the score mod {mod!r}; pass it as score_mod, or give a MaskMod."
+                f"attention: mask_mod is the score mod {mod!r}; pass it as score_mod, "
+                "or give a MaskMod."
             )
         masks.append(as_mask_mod(mod))
     return scores, masks
 
 
-def trace_scores(mods: Sequence[ScoreMod], dtype: Any) -> tuple[TracedMod | None, list[Any]]:
+def trace_scores(
+    mods: Sequence[ScoreMod], dtype: Any
+) -> tuple[TracedMod | None, list[Any]]:
     """Compose score mods; return the traced function and its captures."""
     return _trace_all("score", tuple(mods), dtype)
 
@@ -80,14 +87,17 @@ def _as_list(mods: Any) -> list[Any]:
     return list(mods) if isinstance(mods, tuple | list) else [mods]
 
 
-def _trace_all(kind: str, mods: tuple[Any, ...], dtype: Any) -> tuple[TracedMod | None, list[Any]]:
+def _trace_all(
+    kind: str, mods: tuple[Any, ...], dtype: Any
+) -> tuple[TracedMod | None, list[Any]]:
     if not mods:
         return None, []
     leaves, tree = jax.tree_util.tree_flatten(mods)
     avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     dtype = np.dtype(dtype)
     if not any(mod.sources() for mod in mods):
-        # Only built-in functions: what they mean cannot change, so one trace serves for ever.
+        # Only built-in functions: what they mean cannot change, so one trace serves
+        # for ever.
         return _trace_builtin(kind, tree, avals, dtype), leaves
     where = f"{kind}_mod"
     for mod in mods:
@@ -97,10 +107,16 @@ def _trace_all(kind: str, mods: tuple[Any, ...], dtype: Any) -> tuple[TracedMod 
     try:
         jaxpr, captures = _trace.trace(function, kind, leaves, dtype)
     except jax.errors.TracerArrayConversionError as e:
-        e.add_note(f"attention: {where} indexes a numpy array with a traced index; use jnp.asarray(array) outside it.")
+        e.add_note(
+            f"attention: {where} indexes a numpy array with a traced index; use "
+            "jnp.asarray(array) outside it."
+        )
         raise
     except jax.errors.ConcretizationTypeError as e:
-        e.add_note(f"attention: {where} is traced on scalars; use jnp.where instead of Python branches on them.")
+        e.add_note(
+            f"attention: {where} is traced on scalars; use jnp.where instead of "
+            "Python branches on them."
+        )
         raise
     _trace.check_effects(jaxpr, where)
     capture_avals = tuple(jax.ShapeDtypeStruct(np.shape(c), c.dtype) for c in captures)
@@ -109,9 +125,18 @@ def _trace_all(kind: str, mods: tuple[Any, ...], dtype: Any) -> tuple[TracedMod 
 
 
 class _Key:
-    """A traced function, compared by the text of its jaxpr; `text` is None if that does not say everything."""
+    """A traced function, compared by the text of its jaxpr; `text` is None if that
+    does not say everything."""
 
-    def __init__(self, jaxpr: Any, kind: str, captures: Any, num_params: int, dtype: Any, function: Any):
+    def __init__(
+        self,
+        jaxpr: Any,
+        kind: str,
+        captures: Any,
+        num_params: int,
+        dtype: Any,
+        function: Any,
+    ):
         self.args = (jaxpr, kind, captures, num_params, dtype, function)
         self.text = None if _trace.has_custom_rules(jaxpr) else str(jaxpr)
         self._static = (kind, captures, num_params, str(dtype), self.text)
@@ -132,12 +157,15 @@ _compile_cached = functools.lru_cache(maxsize=1024)(_compile_fresh)
 
 @functools.lru_cache(maxsize=1024)
 def _trace_builtin(kind: str, tree: Any, avals: Any, dtype: Any) -> TracedMod:
-    # Built-in mods close over nothing, so placeholders can stand for their parameters while tracing.
+    # Built-in mods close over nothing, so placeholders can stand for their parameters
+    # while tracing.
     function = _composed(kind, tree, dtype)
     params = [jnp.zeros(a.shape, a.dtype) for a in avals]
     jaxpr, captures = _trace.trace(function, kind, params, dtype)
     assert len(captures) == len(params)
-    return compile_mod(_trace.analyse(jaxpr, kind, avals, len(avals), dtype, function), function)
+    return compile_mod(
+        _trace.analyse(jaxpr, kind, avals, len(avals), dtype, function), function
+    )
 
 
 def _composed(kind: str, tree: Any, dtype: Any) -> Callable[..., Any]:
@@ -169,13 +197,19 @@ def _checked_score(value: Any, mod: Mod, dtype: Any) -> Any:
     _check_array(value, f"score_mod {_name(mod)}", "a float scalar")
     kind = jnp.result_type(value)
     if not jnp.issubdtype(kind, jnp.floating):
-        hint = "; a function that returns bool is a mask, pass it as mask_mod" if kind == jnp.bool_ else ""
+        hint = (
+            "; a function that returns bool is a mask, pass it as mask_mod"
+            if kind == jnp.bool_
+            else ""
+        )
         raise TypeError(
-            f"attention: score_mod {_name(mod)} returned {kind}; it must return a float scalar{hint}."
+            f"attention: score_mod {_name(mod)} returned {kind}; it must return a "
+            f"float scalar{hint}."
         )
     if jnp.shape(value):
         raise ValueError(
-            f"attention: score_mod {_name(mod)} returned an array of shape {jnp.shape(value)}; it must return a scalar "
+            f"attention: score_mod {_name(mod)} returned an array of shape "
+            f"{jnp.shape(value)}; it must return a scalar "
             "(it is called on one score at a time)."
         )
     return jax.lax.convert_element_type(value, dtype)
@@ -185,13 +219,19 @@ def _checked_mask(value: Any, mod: Mod) -> Any:
     _check_array(value, f"mask_mod {_name(mod)}", "a bool scalar")
     kind = jnp.result_type(value)
     if kind != jnp.bool_:
-        hint = "; a function that returns a score is a score_mod" if jnp.issubdtype(kind, jnp.floating) else ""
+        hint = (
+            "; a function that returns a score is a score_mod"
+            if jnp.issubdtype(kind, jnp.floating)
+            else ""
+        )
         raise TypeError(
-            f"attention: mask_mod {_name(mod)} returned {kind}; it must return a bool scalar{hint}."
+            f"attention: mask_mod {_name(mod)} returned {kind}; it must return a bool "
+            f"scalar{hint}."
         )
     if jnp.shape(value):
         raise ValueError(
-            f"attention: mask_mod {_name(mod)} returned an array of shape {jnp.shape(value)}; it must return a scalar."
+            f"attention: mask_mod {_name(mod)} returned an array of shape "
+            f"{jnp.shape(value)}; it must return a scalar."
         )
     return jnp.asarray(value)
 

@@ -6,7 +6,8 @@ import os
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Variable:
-    """An environment variable: its name, its default in words, the values it allows, what it does."""
+    """An environment variable: its name, its default in words, the values it allows,
+    what it does."""
 
     name: str
     default: str
@@ -28,7 +29,7 @@ CACHE_DIR = Variable(
     name="FKL_JAX_CACHE_DIR",
     default="fkl_jax in the user's cache folder",
     allowed="a folder",
-    meaning="where compiled kernels are kept (the CPU backend compiles nothing and keeps nothing)",
+    meaning="where compiled kernels are kept (the CPU backend compiles none)",
 )
 VARIABLES = (CPU_ISA, CACHE_DIR)
 

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from . import _validate
 from ._api import attention
-from ._mask_mods import DenseMask, SlidingWindow
+from ._mask_mods import DenseMask, MaskMod, SlidingWindow
 
 
 def dot_product_attention(
@@ -38,42 +38,50 @@ def dot_product_attention(
         is_causal: live iff `j <= i`.
         query_seq_lengths, key_value_seq_lengths: int (B,).
         local_window_size: int w for (w, w), or (left, right).
-        implementation: None, "ffi" or "xla" as for `attention`; "cudnn" raises, there is no cuDNN in here.
+        implementation: None, "ffi" or "xla" as for `attention`; "cudnn" raises, there
+            is no cuDNN in here.
         return_residual: also return the log-sum-exp, (B, T, N) as jax.nn has it.
 
     Returns:
-        out of query's shape (value's head dim) and dtype; with `return_residual` also lse (B, T, N) or (T, N).
+        out of query's shape (value's head dim) and dtype; with `return_residual` also
+        lse (B, T, N) or (T, N).
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `attention`.
 
     Notes:
-        Two differences from jax.nn, on purpose: rows without a live key give 0 (jax.nn: the mean of all values), and
-        the log-sum-exp is float32 and differentiable.
+        Two differences from jax.nn, on purpose: rows without a live key give 0
+        (jax.nn: the mean of all values), and the log-sum-exp is float32 and
+        differentiable.
     """
     if implementation == "cudnn":
         raise NotImplementedError(
-            "dot_product_attention: implementation is 'cudnn'; fkl_jax runs its own kernels. Pass None, 'ffi' or 'xla', "
+            "dot_product_attention: implementation is 'cudnn'; fkl_jax runs its own "
+            "kernels. Pass None, 'ffi' or 'xla', "
             "or call jax.nn.dot_product_attention."
         )
     query = _validate.as_array(query, "query")
     if query.ndim not in (3, 4):
         raise ValueError(
-            f"attention: query has shape {query.shape}; it must be (B, T, N, H) or (T, N, H)."
+            f"attention: query has shape {query.shape}; it must be (B, T, N, H) or "
+            "(T, N, H)."
         )
-    masks = []
+    masks: list[MaskMod] = []
     if mask is not None:
         array = _validate.as_array(mask, "mask")
         if array.dtype != jnp.bool_:
-            raise TypeError(f"attention: mask has dtype {array.dtype}; it must be bool (True = attend).")
+            raise TypeError(
+                f"attention: mask has dtype {array.dtype}; it must be bool (True = "
+                "attend)."
+            )
         masks.append(DenseMask(_four_axes(array, query, key)))
     if local_window_size is not None:
         window = local_window_size
         left, right = (window, window) if isinstance(window, int) else window
         masks.append(SlidingWindow(left, right))
-    lengths = {"q_seq_lengths": query_seq_lengths, "kv_seq_lengths": key_value_seq_lengths}
     if query.ndim == 3:
-        lengths = {name: _unbatched(x) for name, x in lengths.items()}
+        query_seq_lengths = _unbatched(query_seq_lengths)
+        key_value_seq_lengths = _unbatched(key_value_seq_lengths)
         bias = None if bias is None else _drop_batch(_validate.as_array(bias, "bias"))
     out = attention(
         query,
@@ -85,7 +93,8 @@ def dot_product_attention(
         scale=scale,
         implementation=implementation,
         return_lse=return_residual,
-        **lengths,
+        q_seq_lengths=query_seq_lengths,
+        kv_seq_lengths=key_value_seq_lengths,
     )
     if return_residual:
         return out[0], jnp.swapaxes(out[1], -1, -2)
@@ -96,7 +105,8 @@ def dot_product_attention(
 
 
 def _four_axes(mask: jax.Array, query: jax.Array, key: Any) -> jax.Array:
-    """The mask with axes (B|1, N|1, T, S): the last two in full, since it is read by position."""
+    """The mask with axes (B|1, N|1, T, S): the last two in full, since it is read by
+    position."""
     t, s = query.shape[-3], jnp.shape(key)[-3]
     batch = query.shape[0] if query.ndim == 4 else 1
     shape = (batch, query.shape[-2], t, s)
@@ -105,7 +115,8 @@ def _four_axes(mask: jax.Array, query: jax.Array, key: Any) -> jax.Array:
     )
     if not fits:
         raise ValueError(
-            f"attention: mask has shape {mask.shape}; it must broadcast to (B, N, T, S) = {shape}."
+            f"attention: mask has shape {mask.shape}; it must broadcast to (B, N, T, "
+            f"S) = {shape}."
         )
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     return jnp.broadcast_to(mask, (*mask.shape[:2], t, s))

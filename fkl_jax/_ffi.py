@@ -1,4 +1,5 @@
-"""The only module that talks to `jax.ffi`: registration, attributes and the custom calls."""
+"""The only module that talks to `jax.ffi`: registration, attributes and the custom
+calls."""
 
 import functools
 import os
@@ -21,20 +22,25 @@ FORWARD, BACKWARD = "fkl_attention_fwd", "fkl_attention_bwd"
 def register() -> str | None:
     """Register the handlers; return None, or the reason why there are none.
 
-    An extension made for a newer FFI than the runtime's must not be registered: XLA would refuse it when the backend
-    starts, and all of JAX with it.
+    An extension made for a newer FFI than the runtime's must not be registered: XLA
+    would refuse it when the backend starts, and all of JAX with it.
     """
     try:
         from . import _ext
     except ImportError as e:
-        return f"the extension module fkl_jax._ext cannot be imported ({e}); reinstall fkl_jax"
+        return (
+            f"the extension module fkl_jax._ext cannot be imported ({e}); "
+            "reinstall fkl_jax"
+        )
     built, runtime = tuple(_ext.ffi_api_version), runtime_api_version()
     if runtime is None:
         return "the installed jaxlib does not say which FFI version it has"
     if built > runtime:
         return (
-            f"the extension was built for XLA FFI {built[0]}.{built[1]}, the installed jaxlib "
-            f"has {runtime[0]}.{runtime[1]}; upgrade jaxlib or rebuild fkl_jax against it"
+            f"the extension was built for XLA FFI {built[0]}.{built[1]}, the "
+            "installed jaxlib "
+            f"has {runtime[0]}.{runtime[1]}; upgrade jaxlib or rebuild fkl_jax "
+            "against it"
         )
     for platform, handlers in _ext.handlers().items():
         for name, handler in handlers.items():
@@ -50,7 +56,9 @@ def runtime_api_version() -> tuple[int, int] | None:
             text = f.read()
     except OSError:
         return None
-    found = [re.search(rf"#define XLA_FFI_API_{n} (\d+)", text) for n in ("MAJOR", "MINOR")]
+    found = [
+        re.search(rf"#define XLA_FFI_API_{n} (\d+)", text) for n in ("MAJOR", "MINOR")
+    ]
     return (int(found[0][1]), int(found[1][1])) if found[0] and found[1] else None
 
 
@@ -61,23 +69,33 @@ def call_forward(
     rows = int(np.prod(lse.shape[:-1]))
     flat = jax.ShapeDtypeStruct((rows, lse.shape[-1]), jnp.float32)
     call = jax.ffi.ffi_call(FORWARD, (jax.ShapeDtypeStruct(out.shape, out.dtype), flat))
-    program = spec.score.program.forward() if spec.score and spec.score.program else None
-    o, flat_lse = call(*operands, **_attributes(spec, spec.operands, ("out", "lse"), program))
+    program = (
+        spec.score.program.forward() if spec.score and spec.score.program else None
+    )
+    o, flat_lse = call(
+        *operands, **_attributes(spec, spec.operands, ("out", "lse"), program)
+    )
     return o, flat_lse.reshape(lse.shape)
 
 
 def call_backward(
-    spec: AttentionSpec, operands: Sequence[Any], results: Sequence[str], avals: Sequence[Any]
+    spec: AttentionSpec,
+    operands: Sequence[Any],
+    results: Sequence[str],
+    avals: Sequence[Any],
 ) -> list[jax.Array]:
     """Emit the backward custom call; `operands` ends with out, lse, dout, dlse."""
     roles = (*spec.operands, "out", "lse", "dout", "dlse")
-    call = jax.ffi.ffi_call(BACKWARD, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
+    call = jax.ffi.ffi_call(
+        BACKWARD, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    )
     program = spec.score.program if spec.score else None
     return list(call(*operands, **_attributes(spec, roles, results, program)))
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """Return what `jax.export.export(..., disabled_checks=...)` needs for modules with these calls."""
+    """Return what `jax.export.export(..., disabled_checks=...)` needs for modules with
+    these calls."""
     check = jax.export.DisabledSafetyCheck.custom_call
     return [check(FORWARD), check(BACKWARD)]
 

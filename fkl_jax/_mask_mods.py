@@ -1,4 +1,5 @@
-"""Mask mods: which keys a query sees, as functions of the indices; they compose with `&`, `|` and `~`."""
+"""Mask mods: which keys a query sees, as functions of the indices; they compose with
+`&`, `|` and `~`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,8 @@ from ._score_mods import Mod, as_int, as_param
 
 
 class MaskMod(Mod):
-    """A function of the indices: `function(b, h, q_idx, kv_idx, *params) -> bool`, True where attention is allowed.
+    """A function of the indices: `function(b, h, q_idx, kv_idx, *params) -> bool`,
+    True where attention is allowed.
 
     Composes with `&`, `|` and `~`. The function is static, the parameters are traced.
 
@@ -42,7 +44,6 @@ class MaskMod(Mod):
 
     def _is_builtin(self) -> bool:
         return type(self).__module__ == __name__ and type(self) is not MaskMod
-
 
 
 class _Combined(MaskMod):
@@ -83,7 +84,8 @@ class _Combined(MaskMod):
 def _as_bool(value: Any, part: Any) -> Any:
     if jnp.result_type(value) != jnp.bool_ or jnp.ndim(value):
         raise TypeError(
-            f"attention: mask_mod {part!r} returned {_describe(value)}; it must return a bool scalar."
+            f"attention: mask_mod {part!r} returned {_describe(value)}; it must "
+            "return a bool scalar."
         )
     return value
 
@@ -128,7 +130,7 @@ class SlidingWindow(MaskMod):
             if bound is not None:
                 bounds.append(as_int(bound, f"{name} of SlidingWindow"))
                 _check_not_negative(bounds[-1], f"{name} of SlidingWindow")
-        functions = {
+        functions: dict[tuple[bool, bool], Callable[..., Any]] = {
             (True, True): _window,
             (True, False): _window_left,
             (False, True): _window_right,
@@ -146,13 +148,15 @@ class SlidingWindow(MaskMod):
         width = as_int(w, "w of SlidingWindow.last")
         if not isinstance(width, jax.core.Tracer) and int(width) < 1:
             raise ValueError(
-                f"attention: w of SlidingWindow.last is {int(width)}; it must be at least 1, the query's own key."
+                f"attention: w of SlidingWindow.last is {int(width)}; it must be at "
+                "least 1, the query's own key."
             )
         return cls(width - 1, 0)
 
 
 class PrefixLM(MaskMod):
-    """Live iff `kv_idx < length` or `kv_idx <= q_idx`: a prefix seen by all, causal after it.
+    """Live iff `kv_idx < length` or `kv_idx <= q_idx`: a prefix seen by all, causal
+    after it.
 
     Args:
         length: int scalar, or one per batch element, shape (B,); may be traced.
@@ -192,19 +196,22 @@ class DenseMask(MaskMod):
     """Live where an array says so.
 
     Args:
-        array: bool, shape (T, S), (N|1, T, S) or (B|1, N|1, T, S); True = attend. Read at global indices.
+        array: bool, shape (T, S), (N|1, T, S) or (B|1, N|1, T, S); True = attend. Read
+            at global indices.
     """
 
     def __init__(self, array: ArrayLike):
         mask = as_param(array, "array of DenseMask")
         if mask.dtype != jnp.bool_:
             raise TypeError(
-                f"attention: array of DenseMask has dtype {mask.dtype}; it must be bool "
+                f"attention: array of DenseMask has dtype {mask.dtype}; it must be "
+                "bool "
                 "(an additive mask goes to `bias`)."
             )
         if mask.ndim not in (2, 3, 4):
             raise ValueError(
-                f"attention: array of DenseMask has shape {mask.shape}; it must be (T, S), (N|1, T, S) or (B|1, N|1, T, S)."
+                f"attention: array of DenseMask has shape {mask.shape}; it must be "
+                "(T, S), (N|1, T, S) or (B|1, N|1, T, S)."
             )
         super().__init__(_dense_mask, mask)
 
@@ -212,7 +219,8 @@ class DenseMask(MaskMod):
 def _check_not_negative(value: jax.Array, name: str) -> None:
     if not isinstance(value, jax.core.Tracer) and int(value) < 0:
         raise ValueError(
-            f"attention: {name} is {int(value)}; it must not be negative (None means unbounded)."
+            f"attention: {name} is {int(value)}; it must not be negative (None means "
+            "unbounded)."
         )
 
 
@@ -221,10 +229,13 @@ def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def _window(b: Any, h: Any, q_idx: Any, kv_idx: Any, left: Any, right: Any) -> Any:
-    return _window_left(b, h, q_idx, kv_idx, left) & _window_right(b, h, q_idx, kv_idx, right)
+    return _window_left(b, h, q_idx, kv_idx, left) & _window_right(
+        b, h, q_idx, kv_idx, right
+    )
 
 
-# Distances are compared, not `q_idx - left`: a bound near the largest int32 must not wrap.
+# Distances are compared, not `q_idx - left`: a bound near the largest int32 must not
+# wrap.
 def _window_left(b: Any, h: Any, q_idx: Any, kv_idx: Any, left: Any) -> Any:
     return q_idx - kv_idx <= left
 
@@ -242,7 +253,9 @@ def _prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any, length: Any) -> Any:
     return (kv_idx < prefix) | (kv_idx <= q_idx)
 
 
-def _segment_ids(b: Any, h: Any, q_idx: Any, kv_idx: Any, q_ids: Any, kv_ids: Any = None) -> Any:
+def _segment_ids(
+    b: Any, h: Any, q_idx: Any, kv_idx: Any, q_ids: Any, kv_ids: Any = None
+) -> Any:
     kv_ids = q_ids if kv_ids is None else kv_ids
     of_query = q_ids[q_idx] if q_ids.ndim == 1 else q_ids[b, q_idx]
     of_key = kv_ids[kv_idx] if kv_ids.ndim == 1 else kv_ids[b, kv_idx]

@@ -1,4 +1,5 @@
-"""The two primitives: abstract evaluation, batching, lowering per platform, and the rule for second derivatives."""
+"""The two primitives: abstract evaluation, batching, lowering per platform, and the
+rule for second derivatives."""
 
 import functools
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ bwd_p = Primitive("fkl_attention_bwd")
 SAVED = ("out", "lse", "dout", "dlse")
 
 
-def forward(spec: AttentionSpec, operands: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+def forward(
+    spec: AttentionSpec, operands: Sequence[Any]
+) -> tuple[jax.Array, jax.Array]:
     """Bind the forward primitive: out and lse."""
     out, lse = fwd_p.bind(*operands, spec=spec)
     return out, lse
@@ -35,9 +38,13 @@ def backward(
 # --- private -------------------------------------------------------------------------
 
 
-def _vmap_shape(spec: AttentionSpec, roles: Sequence[str], avals: Sequence[Any]) -> tuple[int, ...]:
+def _vmap_shape(
+    spec: AttentionSpec, roles: Sequence[str], avals: Sequence[Any]
+) -> tuple[int, ...]:
     """The vmap axes of a call: each operand has all of them, of full size or 1."""
-    leads = [a.shape[: a.ndim - spec.base_ndim(r)] for r, a in zip(roles, avals, strict=True)]
+    leads = [
+        a.shape[: a.ndim - spec.base_ndim(r)] for r, a in zip(roles, avals, strict=True)
+    ]
     assert len({len(lead) for lead in leads}) == 1, (roles, leads)
     return np.broadcast_shapes(*leads)
 
@@ -70,9 +77,12 @@ def _fwd_reference(*operands: Any, spec: AttentionSpec) -> list[jax.Array]:
     return list(_reference.forward(spec, operands))
 
 
-def _bwd_reference(*operands: Any, spec: AttentionSpec, results: tuple[str, ...]) -> list[Any]:
+def _bwd_reference(
+    *operands: Any, spec: AttentionSpec, results: tuple[str, ...]
+) -> list[Any]:
     n = len(spec.operands)
-    return list(_reference.backward(spec, operands[:n], *operands[n:], results))
+    out, lse, dout, dlse = operands[n:]
+    return list(_reference.backward(spec, operands[:n], out, lse, dout, dlse, results))
 
 
 def _fwd_custom_call(*operands: Any, spec: AttentionSpec) -> list[jax.Array]:
@@ -80,13 +90,18 @@ def _fwd_custom_call(*operands: Any, spec: AttentionSpec) -> list[jax.Array]:
     return list(_ffi.call_forward(spec, operands, *avals))
 
 
-def _bwd_custom_call(*operands: Any, spec: AttentionSpec, results: tuple[str, ...]) -> list[Any]:
+def _bwd_custom_call(
+    *operands: Any, spec: AttentionSpec, results: tuple[str, ...]
+) -> list[Any]:
     avals = _bwd_avals(*map(jax.typeof, operands), spec=spec, results=results)
     return _ffi.call_backward(spec, operands, results, avals)
 
 
-def _batch(p: Primitive, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    """Give every operand a new leading axis, of size 1 where it is not mapped: nothing is copied, no axis is folded."""
+def _batch(
+    p: Primitive, args: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> Any:
+    """Give every operand a new leading axis, of size 1 where it is not mapped: nothing
+    is copied, no axis is folded."""
     args = [
         jnp.expand_dims(x, 0) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(args, dims, strict=True)
@@ -95,8 +110,11 @@ def _batch(p: Primitive, args: Sequence[Any], dims: Sequence[Any], **params: Any
     return out, [0] * len(out)
 
 
-def _jvp(p: Primitive, reference: Any, primals: Any, tangents: Any, **params: Any) -> Any:
-    """Reached only when a gradient is differentiated again; the derivative is that of the reference."""
+def _jvp(
+    p: Primitive, reference: Any, primals: Any, tangents: Any, **params: Any
+) -> Any:
+    """Reached only when a gradient is differentiated again; the derivative is that of
+    the reference."""
     active = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 
     def f(*xs: Any) -> Any:

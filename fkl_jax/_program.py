@@ -1,8 +1,9 @@
 """Typed SSA programs: what a mod becomes for the compiled backends.
 
-A program has values of type `f32`, `i32` or `bool`, each made by one instruction. Emission shares equal values
-(common subexpressions), folds constants and keeps only what the results need, so the canonical text of a program is
-its identity: an equal lambda made anew gives the same text, hence the same compiled code.
+A program has values of type `f32`, `i32` or `bool`, each made by one instruction.
+Emission shares equal values (common subexpressions), folds constants and keeps only
+what the results need, so the canonical text of a program is its identity: an equal
+lambda made anew gives the same text, hence the same compiled code.
 """
 
 import dataclasses
@@ -19,8 +20,9 @@ from . import _trace
 
 F32, I32, BOOL = "f32", "i32", "bool"
 
-# Names of all operations; the position is the number in the bytecode. The same list is in ffi/cpu/program_ops.h.
-OPS = (
+# Names of all operations; the position is the number in the bytecode. The same list is
+# in ffi/cpu/program_ops.h.
+OPS = (  # noqa: SIM905 - a table of words reads better than one word a line
     "const input load "
     "add.f32 sub.f32 mul.f32 div.f32 rem.f32 max.f32 min.f32 pow.f32 atan2.f32 fma.f32 "
     "neg.f32 abs.f32 sign.f32 sqrt.f32 rsqrt.f32 exp.f32 exp2.f32 expm1.f32 log.f32 "
@@ -39,13 +41,13 @@ _COMMUTATIVE = {
     for name in ("add", "mul", "and", "or", "xor", "eq", "ne")
     for kind in (F32, I32, BOOL)
 } | {"max.i32", "min.i32"}
-_COMPARE = ("eq", "ne", "lt", "le")
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """One value: `op(args)`; `data` holds a constant, an input's name or a load's capture."""
+    """One value: `op(args)`; `data` holds a constant, an input's name or a load's
+    capture."""
 
     op: str
     type: str
@@ -79,7 +81,9 @@ class Program:
             args = ", ".join(f"%{a}" for a in node.args)
             if node.op == "load":
                 capture, shape, dtype = node.data
-                body = f"load.{node.type} capture{capture}:{dtype}{list(shape)} [{args}]"
+                body = (
+                    f"load.{node.type} capture{capture}:{dtype}{list(shape)} [{args}]"
+                )
             elif node.op == "const":
                 body = f"const.{node.type} {_show(node.type, node.data)}"
             elif node.op == "input":
@@ -100,7 +104,9 @@ class Program:
     def with_captures_from(self, first: int) -> "Program":
         """The program with its captures renumbered."""
         nodes = tuple(
-            dataclasses.replace(n, data=(n.data[0] + first, *n.data[1:])) if n.op == "load" else n
+            dataclasses.replace(n, data=(n.data[0] + first, *n.data[1:]))
+            if n.op == "load"
+            else n
             for n in self.nodes
         )
         return dataclasses.replace(self, nodes=nodes)
@@ -111,7 +117,8 @@ class Program:
 
 
 def compile_program(traced: _trace.TracedFunction, function: Any) -> Program:
-    """Compile a traced mod, its derivative included; raise `Unsupported` naming a primitive and a line."""
+    """Compile a traced mod, its derivative included; raise `Unsupported` naming a
+    primitive and a line."""
     if traced.scalar is None:
         raise _trace.Unsupported(traced.unsupported)
     emitter = _Emitter(function)
@@ -151,7 +158,11 @@ def _finish(
 ) -> Program:
     """Keep what the results need and number it anew, in order."""
     pairs = [p for p in dict.fromkeys(load_grads) if not _is_zero(nodes[p[1]])]
-    roots = [result, *([] if dscore is None else [dscore]), *(i for p in pairs for i in p)]
+    roots = [
+        result,
+        *([] if dscore is None else [dscore]),
+        *(i for p in pairs for i in p),
+    ]
     needed: set[int] = set()
     stack = list(roots)
     while stack:
@@ -196,7 +207,8 @@ def _constant(kind: str, value: Any) -> Any:
 
 
 class _Float(float):
-    """A float32 constant that compares by its bits, so that -0.0, 0.0 and NaN are told apart."""
+    """A float32 constant that compares by its bits, so that -0.0, 0.0 and NaN are told
+    apart."""
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, _Float):
@@ -317,7 +329,7 @@ class _Emitter:
         elif node.op in ("add.i32", "sub.i32"):
             (a, b), (c, d) = ranges
             bounds = (a + c, b + d) if node.op == "add.i32" else (a - d, b - c)
-            if _INT_MIN <= bounds[0] and bounds[1] <= _INT_MAX:
+            if bounds[0] >= _INT_MIN and bounds[1] <= _INT_MAX:
                 low, high = bounds
         elif node.op == "select":
             low = min(ranges[1][0], ranges[2][0])
@@ -342,7 +354,11 @@ class _Emitter:
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def read(v: Any) -> int:
-            return self._literal(v.val, v.aval) if isinstance(v, jex_core.Literal) else env[v]
+            return (
+                self._literal(v.val, v.aval)
+                if isinstance(v, jex_core.Literal)
+                else env[v]
+            )
 
         number = 0
         for eqn in jaxpr.eqns:
@@ -391,7 +407,8 @@ class _Emitter:
         return [self._rounded(value, out.dtype)]
 
     def _rounded(self, value: int, dtype: Any) -> int:
-        """Arithmetic that JAX does in bfloat16 or float16 rounds after each operation."""
+        """Arithmetic that JAX does in bfloat16 or float16 rounds after each
+        operation."""
         if dtype == jnp.bfloat16:
             return self.emit("round_bf16.f32", F32, value)
         if dtype == jnp.float16:
@@ -409,7 +426,8 @@ class _Emitter:
         return self._rounded(x, new) if b == F32 else x
 
     def _cond(self, branches: Any, xs: list[int]) -> list[int]:
-        """All branches, then a select: an index outside the branches is clamped, as in XLA."""
+        """All branches, then a select: an index outside the branches is clamped, as in
+        XLA."""
         results = [self.run(branch, xs[1:], None) for branch in branches]
         index = xs[0]
         if self.nodes[index].type == BOOL:
@@ -417,7 +435,10 @@ class _Emitter:
         out = results[0]
         for k in range(1, len(results)):
             pred = self.emit("le.i32", BOOL, self.const(I32, k), index)
-            out = [self._select(pred, new, old) for new, old in zip(results[k], out, strict=True)]
+            out = [
+                self._select(pred, new, old)
+                for new, old in zip(results[k], out, strict=True)
+            ]
         return out
 
     def _select(self, pred: int, yes: int, no: int) -> int:
@@ -426,13 +447,31 @@ class _Emitter:
 
 def _check_integer_width(name: str, dtype: Any) -> None:
     dtype = np.dtype(dtype)
-    if dtype.kind in "iu" and dtype not in (np.int32, np.int64) and name not in ("copy",):
-        raise _trace.Unsupported(f"arithmetic (`{name}`) on {dtype}; convert to int32 first")
+    if (
+        dtype.kind in "iu"
+        and dtype not in (np.int32, np.int64)
+        and name not in ("copy",)
+    ):
+        raise _trace.Unsupported(
+            f"arithmetic (`{name}`) on {dtype}; convert to int32 first"
+        )
 
 
 def _np(node: Node) -> Any:
     return {F32: np.float32, I32: np.int32, BOOL: np.bool_}[node.type](node.data)
 
+
+_ON_NUMBERS = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+}
 
 _FOLD: dict[str, Callable[..., Any]] = {
     "select": lambda c, a, b: a if c else b,
@@ -444,16 +483,15 @@ _FOLD: dict[str, Callable[..., Any]] = {
     "neg.i32": np.negative,
     "div.f32": np.divide,
     "sqrt.f32": np.sqrt,
-    **{f"{n}.{k}": f for n, f in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply),
-       ("max", np.maximum), ("min", np.minimum)) for k in (F32, I32)},
-    **{f"{n}.{k}": f for n, f in (("eq", np.equal), ("ne", np.not_equal), ("lt", np.less),
-       ("le", np.less_equal)) for k in (F32, I32)},
-    **{f"{n}.bool": f for n, f in (("and", np.logical_and), ("or", np.logical_or), ("xor", np.logical_xor))},
-}  # fmt: skip
+    "and.bool": np.logical_and,
+    "or.bool": np.logical_or,
+    "xor.bool": np.logical_xor,
+    **{f"{name}.{k}": f for name, f in _ON_NUMBERS.items() for k in (F32, I32)},
+}
 
 
-# --- primitives ------------------------------------------------------------------------
-# Each entry takes (emitter, operand types, operands, parameters) and returns a value.
+# --- primitives: each entry takes (emitter, operand types, operands, parameters) and
+# returns a value
 
 
 def _arith(name: str, bools: str | None = None):
@@ -649,5 +687,13 @@ _EMIT: dict[str, Callable[[_Emitter, list[str], list[int], Any], int]] = {
 
 # The primitives of which programs are made, for the documentation.
 SUPPORTED_PRIMITIVES = tuple(
-    sorted([*_EMIT, "convert_element_type", "cond", *_trace.BODY_PARAM, *_trace.CUSTOM_RULE])
+    sorted(
+        [
+            *_EMIT,
+            "convert_element_type",
+            "cond",
+            *_trace.BODY_PARAM,
+            *_trace.CUSTOM_RULE,
+        ]
+    )
 )

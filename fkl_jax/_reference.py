@@ -1,7 +1,9 @@
-"""The operator in plain JAX: what every other backend is compared with, and what runs where no kernel does.
+"""The operator in plain JAX: what every other backend is compared with, and what runs
+where no kernel does.
 
-Blockwise over queries and keys, so that no T x S array is ever made; differentiable any number of times, in both modes;
-every feature; float64 too. The order of the formula is that of docs/semantics.md.
+Blockwise over queries and keys, so that no T x S array is ever made; differentiable
+any number of times, in both modes; every feature; float64 too. The order of the
+formula is that of docs/semantics.md.
 """
 
 import dataclasses
@@ -22,11 +24,13 @@ _BLOCK_Q = 256
 _BLOCK_KV = 512
 
 
-def forward(spec: AttentionSpec, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def forward(
+    spec: AttentionSpec, operands: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Return out (*V, *B, T, N, Hv) and lse (*V, *B, N, T)."""
     named = spec.named(operands)
     if _num_vmap_axes(spec, named):
-        return _over_vmap_axis(spec, named, lambda inner: forward(spec, inner))
+        return _over_vmap_axis(named, lambda inner: forward(spec, inner))
     return _forward(_Problem(spec, named))
 
 
@@ -39,14 +43,14 @@ def backward(
     dlse: jax.Array,
     results: Sequence[str],
 ) -> tuple[jax.Array, ...]:
-    """Return the gradients named in `results`, from the forward's out and lse and their cotangents."""
+    """Return the gradients named in `results`, from the forward's out and lse and
+    their cotangents."""
     named = spec.named(operands)
     saved = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     if _num_vmap_axes(spec, named):
         return _over_vmap_axis(
-            spec,
             named | saved,
-            lambda inner: backward(spec, inner[:-4], *inner[-4:], results),
+            lambda x: backward(spec, x[:-4], x[-4], x[-3], x[-2], x[-1], results),
         )
     return _backward(_Problem(spec, named), saved, results)
 
@@ -58,10 +62,9 @@ def _num_vmap_axes(spec: AttentionSpec, named: dict[str, Any]) -> int:
     return named["query"].ndim - spec.base_ndim("query")
 
 
-def _over_vmap_axis(
-    spec: AttentionSpec, named: dict[str, Any], f: Callable[[list[Any]], Any]
-) -> Any:
-    """Map `f` over the leading axis; an operand whose axis has size 1 is the same for all."""
+def _over_vmap_axis(named: dict[str, Any], f: Callable[[list[Any]], Any]) -> Any:
+    """Map `f` over the leading axis; an operand whose axis has size 1 is the same for
+    all."""
     size = max((x.shape[0] for x in named.values()), default=1)
     if any(x.shape[0] == 0 for x in named.values()):
         size = 0
@@ -86,7 +89,9 @@ class _Problem:
         self.G = self.N // max(self.K, 1)
         self.bq, self.nq = _blocks(self.T, _BLOCK_Q)
         self.bk, self.nk = _blocks(self.S, _BLOCK_KV)
-        self.precision = {"default": None, "high": "high", "highest": "highest"}[spec.precision]
+        self.precision = {"default": None, "high": "high", "highest": "highest"}[
+            spec.precision
+        ]
 
         self.q = _pad(self._flat(query).astype(self.acc), 1, self.bq * self.nq)
         self.k = _pad(self._flat(key).astype(self.acc), 1, self.bk * self.nk)
@@ -120,7 +125,6 @@ class _Problem:
             or self.q_lengths is not None
             or self.kv_lengths is not None
         )
-        self.is_padded = self.S != self.bk * self.nk
         if self.has_masks:
             self._clean()
 
@@ -137,7 +141,8 @@ class _Problem:
         )
 
     def _bias(self, bias: jax.Array | None) -> jax.Array | None:
-        """(B|1, N|1, padded T|1, padded S|1); the pullback of this is how its gradient gets its shape."""
+        """(B|1, N|1, padded T|1, padded S|1); the pullback of this is how its gradient
+        gets its shape."""
         if bias is None:
             return None
         x = self._outer_flat(bias).astype(self.acc)
@@ -148,7 +153,8 @@ class _Problem:
         return x
 
     def _clean(self) -> None:
-        """Zero the rows of q, k and v that no live element touches: whatever they hold must not show."""
+        """Zero the rows of q, k and v that no live element touches: whatever they hold
+        must not show."""
         row_live, key_live = self._any_live()
         self.q = jnp.where(jnp.swapaxes(row_live, 1, 2)[..., None], self.q, 0)
         keys = jnp.swapaxes(key_live, 1, 2)[..., None]
@@ -156,19 +162,28 @@ class _Problem:
         self.v = jnp.where(keys, self.v, 0)
 
     def _any_live(self) -> tuple[jax.Array, jax.Array]:
-        """Which query rows (B, N, T) and key rows (B, K, S) have any live element, padded to blocks."""
+        """Which query rows (B, N, T) and key rows (B, K, S) have any live element,
+        padded to blocks."""
 
         def rows(keys: jax.Array, i0: jax.Array) -> tuple[jax.Array, jax.Array]:
-            def cols(carry: tuple[jax.Array, jax.Array], j0: jax.Array) -> tuple[Any, None]:
+            def cols(
+                carry: tuple[jax.Array, jax.Array], j0: jax.Array
+            ) -> tuple[Any, None]:
                 row_any, keys = carry
-                live = jnp.broadcast_to(self.live(i0, j0), (self.B, self.N, self.bq, self.bk))
-                grouped = live.reshape(self.B, self.K, self.G, self.bq, self.bk).any((2, 3))
+                live = jnp.broadcast_to(
+                    self.live(i0, j0), (self.B, self.N, self.bq, self.bk)
+                )
+                grouped = live.reshape(self.B, self.K, self.G, self.bq, self.bk).any(
+                    (2, 3)
+                )
                 old = lax.dynamic_slice_in_dim(keys, j0, self.bk, 2)
                 keys = lax.dynamic_update_slice_in_dim(keys, old | grouped, j0, 2)
                 return (row_any | live.any(-1), keys), None
 
             start = jnp.zeros((self.B, self.N, self.bq), bool)
-            (row_any, keys), _ = lax.scan(cols, (start, keys), _starts(self.nk, self.bk))
+            (row_any, keys), _ = lax.scan(
+                cols, (start, keys), _starts(self.nk, self.bk)
+            )
             return keys, row_any
 
         keys = jnp.zeros((self.B, self.K, self.bk * self.nk), bool)
@@ -187,6 +202,7 @@ class _Problem:
             out = out & (j[None, :] < self.kv_lengths[:, None])[:, None, None, :]
         if self.q_ids is not None:
             a = lax.dynamic_slice_in_dim(self.q_ids, i0, self.bq, 1)[:, None, :, None]
+            assert self.kv_ids is not None
             b = lax.dynamic_slice_in_dim(self.kv_ids, j0, self.bk, 1)[:, None, None, :]
             out = out & (a == b) & (a >= 0)
         if self.block_mask is not None:
@@ -222,11 +238,18 @@ class _Problem:
             lax.dynamic_slice_in_dim(self.k, j0, self.bk, 1),
             self.scale,
             bias,
-            # Widened here, so that their gradients add up over blocks in full precision.
-            [c.astype(gradient_dtype(c.dtype)) for c in self.score_captures if _is_float(c)],
+            # Widened here, so that their gradients add up over blocks in full
+            # precision.
+            [
+                c.astype(gradient_dtype(c.dtype))
+                for c in self.score_captures
+                if _is_float(c)
+            ],
         )
 
-    def scores(self, x: "_Block", i0: jax.Array, j0: jax.Array, live: jax.Array) -> jax.Array:
+    def scores(
+        self, x: "_Block", i0: jax.Array, j0: jax.Array, live: jax.Array
+    ) -> jax.Array:
         """Modified scores (B, N, bq, bk); arbitrary but harmless on dead elements."""
         q = x.q.reshape(self.B, self.bq, self.K, self.G, self.H)
         s = jnp.einsum("bikgd,bjkd->bkgij", q, x.k, precision=self.precision)
@@ -239,15 +262,24 @@ class _Problem:
         j = j0 + jnp.arange(self.bk, dtype=jnp.int32)
         floats = iter(x.captures)
         captures = [
-            next(floats).astype(c.dtype) if _is_float(c) else c for c in self.score_captures
+            next(floats).astype(c.dtype) if _is_float(c) else c
+            for c in self.score_captures
         ]
         f = _score_element(self.spec.score, captures)
-        return _over_elements(f, 2)(*self._indices(i, j), s, jnp.broadcast_to(live, s.shape))
+        return _over_elements(f, 2)(
+            *self._indices(i, j), s, jnp.broadcast_to(live, s.shape)
+        )
 
 
 _PER_BATCH = (
-    "q_segment_ids kv_segment_ids q_seq_lengths kv_seq_lengths q_offset kv_offset batch_index"
-).split()
+    "q_segment_ids",
+    "kv_segment_ids",
+    "q_seq_lengths",
+    "kv_seq_lengths",
+    "q_offset",
+    "kv_offset",
+    "batch_index",
+)
 
 
 @jax.tree_util.register_dataclass
@@ -283,7 +315,9 @@ def _pad(x: jax.Array, axis: int, size: int, value: Any = 0) -> jax.Array:
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _over_elements(f: Callable[..., Any], num_elementwise: int = 0) -> Callable[..., Any]:
+def _over_elements(
+    f: Callable[..., Any], num_elementwise: int = 0
+) -> Callable[..., Any]:
     """Map a function of scalars (b, h, q, kv, *elements) over a block."""
     e = (0,) * num_elementwise
     f = jax.vmap(f, in_axes=(None, None, None, 0, *e))
@@ -303,7 +337,8 @@ def _score_element(mod: TracedMod, captures: Sequence[jax.Array]) -> Callable[..
         values: list[Any] = []
 
         def read(_: int, load: _trace.Load, indices: list[Any]) -> Any:
-            # `clip` in this mode clamps each index to its axis, and transposes to a scatter-add.
+            # `clip` in this mode clamps each index to its axis, and transposes to a
+            # scatter-add.
             array = captures[load.capture]
             values.append(
                 array.at[tuple(indices)].get(mode="clip", wrap_negative_indices=False)
@@ -322,21 +357,29 @@ def _score_element(mod: TracedMod, captures: Sequence[jax.Array]) -> Callable[..
 
 
 def _of_values(
-    traced: _trace.TracedFunction, floats: tuple[int, ...], fixed: Any, s: Any, *values: Any
+    traced: _trace.TracedFunction,
+    floats: tuple[int, ...],
+    fixed: Any,
+    s: Any,
+    *values: Any,
 ) -> Any:
     _, b, h, q, kv, *rest = fixed
     every, others = dict(zip(floats, values, strict=True)), iter(rest)
-    loaded = [every[k] if k in every else next(others) for k in range(len(traced.loads))]
+    loaded = [
+        every[k] if k in every else next(others) for k in range(len(traced.loads))
+    ]
     return _trace.evaluate_with_loads(
         traced.scalar, (s, b, h, q, kv), lambda k, _, __: loaded[k]
     )
 
 
 def _with_exact_zeros(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f(fixed, *x)` where `fixed[0]` is live, 0 elsewhere, its derivatives of every order too.
+    """`f(fixed, *x)` where `fixed[0]` is live, 0 elsewhere, its derivatives of every
+    order too.
 
-    A dead element may make a mod return NaN, and 0 * NaN is NaN: so each partial derivative is computed and then
-    selected, instead of letting a zero cotangent travel through the mod.
+    A dead element may make a mod return NaN, and 0 * NaN is NaN: so each partial
+    derivative is computed and then selected, instead of letting a zero cotangent
+    travel through the mod.
     """
 
     @jax.custom_jvp
@@ -352,11 +395,13 @@ def _with_exact_zeros(f: Callable[..., Any]) -> Callable[..., Any]:
         for k, t in enumerate(tangents[1:]):
 
             def partial(fixed: Any, *x: Any, k: int = k) -> Any:
-                return jax.grad(lambda xk: f(fixed, *x[:k], xk, *x[k + 1 :]).astype(xk.dtype))(x[k])
+                return jax.grad(
+                    lambda xk: f(fixed, *x[:k], xk, *x[k + 1 :]).astype(xk.dtype)
+                )(x[k])
 
-            tangent = tangent + _with_exact_zeros(partial)(fixed, *x).astype(out.dtype) * t.astype(
+            tangent = tangent + _with_exact_zeros(partial)(fixed, *x).astype(
                 out.dtype
-            )
+            ) * t.astype(out.dtype)
         return out, tangent
 
     return clean
@@ -373,7 +418,8 @@ def _forward(p: _Problem) -> tuple[jax.Array, jax.Array]:
             live = p.live(i0, j0)
             s = jnp.where(live, p.scores(p.block(i0, j0), i0, j0, live), -jnp.inf)
             new_max = lax.stop_gradient(jnp.maximum(row_max, s.max(-1)))
-            # A row without a live key so far: subtract 0, so that exp(-inf) is 0 and not NaN.
+            # A row without a live key so far: subtract 0, so that exp(-inf) is 0 and
+            # not NaN.
             shift = jnp.where(new_max == -jnp.inf, 0, new_max)
             e = jnp.exp(jnp.where(live, s - shift[..., None], -jnp.inf))
             alpha = jnp.exp(jnp.where(row_max == -jnp.inf, -jnp.inf, row_max - shift))
@@ -400,7 +446,9 @@ def _forward(p: _Problem) -> tuple[jax.Array, jax.Array]:
             new_max = lax.stop_gradient(jnp.maximum(row_max, sink))
             shift = jnp.where(new_max == -jnp.inf, 0, new_max)
             alpha = jnp.exp(jnp.where(row_max == -jnp.inf, -jnp.inf, row_max - shift))
-            row_sum = alpha * row_sum + jnp.exp(jnp.where(sink == -jnp.inf, -jnp.inf, sink - shift))
+            row_sum = alpha * row_sum + jnp.exp(
+                jnp.where(sink == -jnp.inf, -jnp.inf, sink - shift)
+            )
             acc, row_max = alpha[..., None] * acc, new_max
         is_empty = row_sum == 0
         safe_sum = jnp.where(is_empty, 1, row_sum)
@@ -451,13 +499,17 @@ def _backward(
             ds = jnp.where(is_live, e * (dp.reshape(s.shape) - delta_b), 0)
             g: _Block = pull(ds)[0]
             grouped = e.reshape(p.B, p.K, p.G, p.bq, p.bk)
-            dv_b = jnp.einsum("bkgij,bikgd->bjkd", grouped, dout_b, precision=p.precision)
+            dv_b = jnp.einsum(
+                "bkgij,bikgd->bjkd", grouped, dout_b, precision=p.precision
+            )
             total = _Block(
                 q=total.q,
                 k=_add_at(total.k, g.k, j0, 1),
                 scale=total.scale + g.scale,
                 bias=_add_bias(total.bias, g.bias, i0, j0),
-                captures=[a + b for a, b in zip(total.captures, g.captures, strict=True)],
+                captures=[
+                    a + b for a, b in zip(total.captures, g.captures, strict=True)
+                ],
             )
             return (dq + g.q, _add_at(dv, dv_b, j0, 1), total), None
 
@@ -476,7 +528,9 @@ def _backward(
         bias=None if p.bias is None else jnp.zeros_like(p.bias),
         captures=[jnp.zeros(c.shape, gradient_dtype(c.dtype)) for c in floats],
     )
-    (dv, total), dq = lax.scan(q_block, (jnp.zeros_like(p.v), start), _starts(p.nq, p.bq))
+    (dv, total), dq = lax.scan(
+        q_block, (jnp.zeros_like(p.v), start), _starts(p.nq, p.bq)
+    )
     dq = jnp.moveaxis(dq, 0, 1).reshape(p.B, rows, p.N, p.H)[:, : p.T]
     by_role = {
         "query": dq.astype(p.dtype).reshape(*p.batch_shape, p.T, p.N, p.H),
@@ -486,7 +540,8 @@ def _backward(
     }
     if "bias" in results:
         assert p.bias_shape is not None
-        # `_bias` is linear, so its transpose sums over broadcast axes and drops the padding.
+        # `_bias` is linear, so its transpose sums over broadcast axes and drops the
+        # padding.
         shape = jax.ShapeDtypeStruct(p.bias_shape, p.acc)
         (by_role["bias"],) = jax.linear_transpose(p._bias, shape)(total.bias)
     grads = iter(total.captures)
@@ -497,7 +552,8 @@ def _backward(
 
 
 def gradient_dtype(dtype: Any) -> Any:
-    """Gradients of bias and captures leave the primitive in float32, of float64 arrays in float64."""
+    """Gradients of bias and captures leave the primitive in float32, of float64 arrays
+    in float64."""
     return np.dtype(np.float64 if dtype == jnp.float64 else np.float32)
 
 

@@ -1,4 +1,5 @@
-"""Score mods: functions of one score and its indices, with parameters that are operands."""
+"""Score mods: functions of one score and its indices, with parameters that are
+operands."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from jax.typing import ArrayLike
 
 
 def as_param(value: Any, name: str, dtype: Any = None) -> jax.Array:
-    """Return a mod's parameter as an array, so that its value is an operand and never part of the code."""
+    """Return a mod's parameter as an array, so that its value is an operand and never
+    part of the code."""
     if isinstance(value, jax.Array):
         return value
     if isinstance(value, bool | int | float):
@@ -41,7 +43,9 @@ def as_int(value: Any, name: str, ndims: tuple[int, ...] = (0,)) -> jax.Array:
     """Return an integer parameter of one of the allowed ranks."""
     array = as_param(value, name)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be an integer.")
+        raise TypeError(
+            f"attention: {name} has dtype {array.dtype}; it must be an integer."
+        )
     _check_ndim(array, name, ndims)
     return array
 
@@ -67,7 +71,8 @@ class Mod:
             )
         self.function = function
         self.params: tuple[Any, ...] = tuple(
-            as_param(p, f"parameter {k} of {type(self).__name__}") for k, p in enumerate(params)
+            as_param(p, f"parameter {k} of {type(self).__name__}")
+            for k, p in enumerate(params)
         )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -94,16 +99,18 @@ class Mod:
         return f"{name}({', '.join(shown)})"
 
     def sources(self) -> tuple[Any, ...]:
-        """The user's functions in this mod; none for a built-in, whose tracing can be remembered."""
+        """The user's functions in this mod; none for a built-in, whose tracing can be
+        remembered."""
         return () if self._is_builtin() else (self.function,)
 
     def _is_builtin(self) -> bool:
-        return type(self).__module__ == __name__.rpartition(".")[0] + "._score_mods" and (
-            type(self) is not ScoreMod
-        )
+        return type(self).__module__ == __name__.rpartition(".")[
+            0
+        ] + "._score_mods" and (type(self) is not ScoreMod)
 
     def check_signature(self, where: str) -> None:
-        """Raise TypeError if the function cannot take the scalars and the parameters."""
+        """Raise TypeError if the function cannot take the scalars and the
+        parameters."""
         try:
             signature = inspect.signature(self.function)
         except (TypeError, ValueError):
@@ -113,8 +120,10 @@ class Mod:
             signature.bind(*words)
         except TypeError:
             raise TypeError(
-                f"attention: {where} must take {len(words)} arguments ({', '.join(words)}), "
-                f"but {getattr(self.function, '__name__', 'it')} has the signature {signature}."
+                f"attention: {where} must take {len(words)} arguments "
+                f"({', '.join(words)}), "
+                f"but {getattr(self.function, '__name__', 'it')} has the signature "
+                f"{signature}."
             ) from None
 
 
@@ -127,9 +136,10 @@ def _show(p: Any) -> str:
 class ScoreMod(Mod):
     """A function of one score: `function(s, b, h, q_idx, kv_idx, *params) -> s`.
 
-    All arguments but `params` are scalars; `b` is the flattened batch index, `h` the query head, `q_idx` and
-    `kv_idx` global positions. The function is static, the parameters are traced: changing their values never
-    compiles anything, and every float parameter gets an exact gradient.
+    All arguments but `params` are scalars; `b` is the flattened batch index, `h` the
+    query head, `q_idx` and `kv_idx` global positions. The function is static, the
+    parameters are traced: changing their values never compiles anything, and every
+    float parameter gets an exact gradient.
 
     Args:
         function: written in `jax.numpy` on scalars; it may close over arrays.
@@ -140,7 +150,6 @@ class ScoreMod(Mod):
     """
 
     _arguments = ("s", "b", "h", "q_idx", "kv_idx")
-
 
 
 class SoftCap(ScoreMod):

@@ -1,7 +1,8 @@
 """AttentionSpec: the one static description of a call, and the only cache key.
 
-Everything that selects code is in here; everything else is an operand. Two calls with equal specs and equal operand
-shapes share one compiled program, whatever Python objects they were made of.
+Everything that selects code is in here; everything else is an operand. Two calls with
+equal specs and equal operand shapes share one compiled program, whatever Python
+objects they were made of.
 """
 
 import dataclasses
@@ -20,7 +21,8 @@ ABI = 1  # of the custom calls; docs/internals.md
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedMod:
-    """All score mods, or all masks, of a call as one traced function. Compares by content.
+    """All score mods, or all masks, of a call as one traced function. Compares by
+    content.
 
     Attributes:
         traced: the function after tracing.
@@ -39,7 +41,9 @@ class TracedMod:
         if self.program is None or first == 0:
             return self
         program = self.program.with_captures_from(first)
-        return dataclasses.replace(self, program=program, text=f"{program.text}\nas mask")
+        return dataclasses.replace(
+            self, program=program, text=f"{program.text}\nas mask"
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TracedMod) and self.text == other.text
@@ -62,8 +66,9 @@ def compile_mod(traced: _trace.TracedFunction, function: Any) -> TracedMod:
 
 
 def _text_of_jaxpr(traced: _trace.TracedFunction) -> str:
-    """A text for what has no program. The text of a jaxpr does not show a user's derivative rule, so such a mod is
-    only equal to itself; the `TracedMod` keeps the jaxpr alive, hence its address its own."""
+    """A text for what has no program. The text of a jaxpr does not show a user's
+    derivative rule, so such a mod is only equal to itself; the `TracedMod` keeps the
+    jaxpr alive, hence its address its own."""
     jaxpr = traced.closed.jaxpr
     own = f"\nat {id(jaxpr)}" if _trace.has_custom_rules(jaxpr) else ""
     return f"{traced.kind}\n{jaxpr}{own}"
@@ -98,7 +103,8 @@ class AttentionSpec:
 
     @functools.cached_property
     def text(self) -> str:
-        """The canonical text: equal specs have equal texts and different specs different ones."""
+        """The canonical text: equal specs have equal texts and different specs
+        different ones."""
         lines = [f"fkl_attention abi {ABI}"]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -124,7 +130,9 @@ class AttentionSpec:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, AttentionSpec) and self.text == other.text)
+        return self is other or (
+            isinstance(other, AttentionSpec) and self.text == other.text
+        )
 
     def __repr__(self) -> str:
         return f"AttentionSpec<{self.digest}>"
@@ -134,7 +142,11 @@ class AttentionSpec:
         if role.startswith("capture."):
             return self.capture_ndims[int(role.partition(".")[2])]
         own = _OWN_NDIM[role]
-        return own if role in ("scale", "sinks", "head_index") else self.num_batch_dims + own
+        return (
+            own
+            if role in ("scale", "sinks", "head_index")
+            else self.num_batch_dims + own
+        )
 
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Operands by role."""

@@ -1,8 +1,10 @@
 """Trace a Python mod on scalars and separate its array reads from its arithmetic.
 
-A mod is a Python function of scalars that may read arrays. JAX traces it once; this module then rewrites the jaxpr so
-that every array read is one `load` of one element and everything else is scalar arithmetic. Both the compiled programs
-(`_program.py`) and the reference (`_reference.py`) start from that form, so they cannot disagree on what a mod means.
+A mod is a Python function of scalars that may read arrays. JAX traces it once; this
+module then rewrites the jaxpr so that every array read is one `load` of one element
+and everything else is scalar arithmetic. Both the compiled programs (`_program.py`)
+and the reference (`_reference.py`) start from that form, so they cannot disagree on
+what a mod means.
 """
 
 import dataclasses
@@ -86,7 +88,8 @@ def trace(
 ) -> tuple[Any, list[Any]]:
     """Trace `function(*inputs, *params)`; return its jaxpr and its captured arrays.
 
-    The captures are `params` followed by the arrays and tracers that the function closes over.
+    The captures are `params` followed by the arrays and tracers that the function
+    closes over.
     """
     avals = [jax.ShapeDtypeStruct(np.shape(p), p.dtype) for p in params]
     closed = jax.make_jaxpr(function)(*_input_avals(kind, score_dtype), *avals)
@@ -129,14 +132,16 @@ def analyse(
 
 
 def has_custom_rules(jaxpr: Any) -> bool:
-    """True if a user's derivative rule is somewhere inside; its text does not tell two rules apart."""
+    """True if a user's derivative rule is somewhere inside; its text does not tell two
+    rules apart."""
     return any(eqn.primitive.name in CUSTOM_RULE for eqn in _walk(jaxpr))
 
 
 def evaluate_with_loads(
     scalar: Any, args: Sequence[Any], load: Callable[[int, Load, list[Any]], Any]
 ) -> Any:
-    """Evaluate a scalar jaxpr, asking `load(number, description, indices)` for each array read."""
+    """Evaluate a scalar jaxpr, asking `load(number, description, indices)` for each
+    array read."""
     env: dict[Any, Any] = dict(zip(scalar.jaxpr.invars, args, strict=True))
     env.update(zip(scalar.jaxpr.constvars, scalar.consts, strict=True))
     number = 0
@@ -157,11 +162,14 @@ def evaluate_with_loads(
 def derivative_jaxpr(traced: TracedFunction) -> Any:
     """Jaxpr of `(score, b, h, q, kv, *loads, ct) -> (dscore, *dload of float loads)`.
 
-    The derivative is JAX's own (`jax.vjp`), so user rules (`custom_jvp`, `custom_vjp`) are respected.
+    The derivative is JAX's own (`jax.vjp`), so user rules (`custom_jvp`, `custom_vjp`)
+    are respected.
     """
     assert traced.scalar is not None
     scalar = traced.scalar
-    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scalar.jaxpr.invars]
+    inputs = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in scalar.jaxpr.invars
+    ]
     load_avals = [jax.ShapeDtypeStruct((), x.dtype) for x in traced.loads]
     out = scalar.jaxpr.outvars[0].aval
 
@@ -187,7 +195,8 @@ def derivative_jaxpr(traced: TracedFunction) -> Any:
 
 
 def source_line(eqn: Any, function: Any) -> str:
-    """Return " at FILE:LINE" of the user's code that made an equation, or "" if unknown."""
+    """Return " at FILE:LINE" of the user's code that made an equation, or "" if
+    unknown."""
     files = {f for f in map(_file_of, _functions(function)) if f}
     frames = getattr(getattr(eqn, "source_info", None), "traceback", None)
     for frame in getattr(frames, "frames", ()):
@@ -202,7 +211,8 @@ def check_effects(jaxpr: Any, where: str) -> None:
         name = eqn.primitive.name
         if name.startswith(_RANDOM):
             raise ValueError(
-                f"attention: {where} uses randomness ({name}); every score would get the same number. "
+                f"attention: {where} uses randomness ({name}); every score would get "
+                "the same number. "
                 "Draw the numbers outside, and read them from an array inside the mod."
             )
         if "callback" in name or name in ("debug_print", "debug_callback"):
@@ -212,7 +222,8 @@ def check_effects(jaxpr: Any, where: str) -> None:
             )
     if jaxpr.effects:
         raise ValueError(
-            f"attention: {where} has side effects ({', '.join(map(str, jaxpr.effects))}); "
+            f"attention: {where} has side effects "
+            f"({', '.join(map(str, jaxpr.effects))}); "
             "a mod must be a pure function of its arguments."
         )
 
@@ -222,11 +233,16 @@ def check_effects(jaxpr: Any, where: str) -> None:
 
 def _input_avals(kind: str, score_dtype: Any) -> list[jax.ShapeDtypeStruct]:
     integers = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-    return [jax.ShapeDtypeStruct((), score_dtype), *integers] if kind == "score" else integers
+    return (
+        [jax.ShapeDtypeStruct((), score_dtype), *integers]
+        if kind == "score"
+        else integers
+    )
 
 
 def _functions(function: Any) -> list[Any]:
-    """The user functions inside a composed one (see `_mods.py`, attribute `sources`)."""
+    """The user functions inside a composed one (see `_mods.py`, attribute
+    `sources`)."""
     return list(getattr(function, "sources", ())) or [function]
 
 
@@ -262,9 +278,11 @@ def _bind(eqn: Any, xs: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """A slice of a captured array: `starts[d]` is the index along axis d at view position 0.
+    """A slice of a captured array: `starts[d]` is the index along axis d at view
+    position 0.
 
-    `axes[d]` is the view axis that moves along the array's axis d, or None; `steps[d]` its step.
+    `axes[d]` is the view axis that moves along the array's axis d, or None; `steps[d]`
+    its step.
     """
 
     capture: int
@@ -285,7 +303,8 @@ class _View:
         )
 
     def is_whole(self, axis: int) -> bool:
-        """True if the view axis is an axis of the array, from its first to its last element."""
+        """True if the view axis is an axis of the array, from its first to its last
+        element."""
         return all(
             self.shape[axis] == self.array_shape[d]
             and self.steps[d] == 1
@@ -333,15 +352,28 @@ def _add(a: Any, b: Any) -> Any:
         return b
     if isinstance(b, int) and b == 0:
         return a
-    return lax.add(jnp.int32(a) if isinstance(a, int) else a, jnp.int32(b) if isinstance(b, int) else b)
+    return lax.add(
+        jnp.int32(a) if isinstance(a, int) else a,
+        jnp.int32(b) if isinstance(b, int) else b,
+    )
 
 
 def _mul(a: Any, step: int) -> Any:
-    return a if step == 1 else a * step if isinstance(a, int) else lax.mul(a, jnp.int32(step))
+    return (
+        a
+        if step == 1
+        else a * step
+        if isinstance(a, int)
+        else lax.mul(a, jnp.int32(step))
+    )
 
 
 def _scalarize(
-    jaxpr: Any, num_params: int, scalars: Sequence[Any], captures: Sequence[Any], function: Any
+    jaxpr: Any,
+    num_params: int,
+    scalars: Sequence[Any],
+    captures: Sequence[Any],
+    function: Any,
 ) -> Any:
     """Evaluate `jaxpr` with captured arrays as views; the result is a scalar tracer."""
     n = len(scalars)
@@ -358,7 +390,15 @@ def _capture_view(k: int, c: Any) -> _View:
     shape = tuple(np.shape(c))
     if len(shape) > 8:
         raise Unsupported(f"a captured array with {len(shape)} axes (at most 8)")
-    return _View(k, shape, c.dtype, (0,) * len(shape), tuple(range(len(shape))), (1,) * len(shape), shape)
+    return _View(
+        k,
+        shape,
+        c.dtype,
+        (0,) * len(shape),
+        tuple(range(len(shape))),
+        (1,) * len(shape),
+        shape,
+    )
 
 
 def _scalar(x: Any) -> Any:
@@ -408,7 +448,8 @@ def _step(eqn: Any, xs: list[Any], function: Any) -> list[Any]:
 
 def _inline(body: Any, xs: list[Any], function: Any) -> list[Any]:
     inner, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-    # Constants inside a closed body are baked arrays; only scalars have a place in a program.
+    # Constants inside a closed body are baked arrays; only scalars have a place in a
+    # program.
     if any(np.ndim(c) for c in consts):
         raise Unsupported("a constant array inside a nested jit")
     return _run_views(inner, consts, xs, function)
@@ -430,8 +471,8 @@ def _dynamic_slice(eqn: Any, xs: list[Any]) -> Any:
             start = 0
         else:
             start = lax.convert_element_type(_scalar(start), jnp.int32)
-            # XLA clamps the start so that the slice fits; a load clamps to the array's own axis, so one
-            # element of a whole axis needs no clamp of its own.
+            # XLA clamps the start so that the slice fits; a load clamps to the array's
+            # own axis, so one element of a whole axis needs no clamp of its own.
             if size > 1 or not view.is_whole(axis):
                 start = lax.max(lax.min(start, jnp.int32(full - size)), jnp.int32(0))
         moves.append((start, size, 1))
@@ -457,7 +498,9 @@ def _squeeze(eqn: Any, xs: list[Any]) -> Any:
         return _scalar(xs[0])
     view = _view(xs[0])
     keep = [a for a in range(len(view.shape)) if a not in eqn.params["dimensions"]]
-    return view.reindexed({a: k for k, a in enumerate(keep)}, [view.shape[a] for a in keep])
+    return view.reindexed(
+        {a: k for k, a in enumerate(keep)}, [view.shape[a] for a in keep]
+    )
 
 
 def _reshape(eqn: Any, xs: list[Any]) -> Any:
@@ -489,7 +532,9 @@ def _broadcast(eqn: Any, xs: list[Any]) -> Any:
     if isinstance(x, _View):
         dims = eqn.params["broadcast_dimensions"]
         moved = {
-            a: d for a, d in enumerate(dims) if x.shape[a] == shape[d] and x.shape[a] != 1
+            a: d
+            for a, d in enumerate(dims)
+            if x.shape[a] == shape[d] and x.shape[a] != 1
         }
         return x.reindexed(moved, shape)
     if isinstance(x, _Vector):
@@ -547,13 +592,19 @@ def _gather(eqn: Any, xs: list[Any]) -> Any:
             moves[axis] = (0, size, 1)
     keep = [a for a in range(len(view.shape)) if a not in dn.collapsed_slice_dims]
     moved = view.moved(moves)
-    out = moved.reindexed({a: k for k, a in enumerate(keep)}, [moved.shape[a] for a in keep])
+    out = moved.reindexed(
+        {a: k for k, a in enumerate(keep)}, [moved.shape[a] for a in keep]
+    )
     if inside is None:
         return out
     value = _scalar(out)
     fill = p["fill_value"]
     if fill is None:
-        fill = np.nan if jnp.issubdtype(value.dtype, jnp.inexact) else np.iinfo(value.dtype).min
+        fill = (
+            np.nan
+            if jnp.issubdtype(value.dtype, jnp.inexact)
+            else np.iinfo(value.dtype).min
+        )
     return lax.select(inside, value, lax.full_like(value, fill))
 
 
@@ -561,7 +612,9 @@ def _convert(eqn: Any, xs: list[Any]) -> Any:
     x = xs[0]
     if isinstance(x, _View):
         if any(d != 1 for d in x.shape):
-            raise Unsupported("a conversion of a whole array; convert it outside the mod")
+            raise Unsupported(
+                "a conversion of a whole array; convert it outside the mod"
+            )
         x = x.element()
     if isinstance(x, _Vector):
         return _Vector(tuple(_bind(eqn, [i])[0] for i in x.items))

@@ -24,7 +24,8 @@ def as_array(x: Any, name: str) -> jax.Array:
         return jnp.asarray(x)
     except (TypeError, ValueError) as e:
         raise TypeError(
-            f"attention: {name} is a {type(x).__name__} that is no array ({e}); pass a jax.Array."
+            f"attention: {name} is a {type(x).__name__} that is no array ({e}); pass "
+            "a jax.Array."
         ) from None
 
 
@@ -33,44 +34,54 @@ def check_qkv(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 3:
             raise ValueError(
-                f"attention: {name} has shape {x.shape}; it must be (*batch, length, heads, head_dim), "
+                f"attention: {name} has shape {x.shape}; it must be (*batch, length, "
+                "heads, head_dim), "
                 "at least 3 axes."
             )
         if x.dtype not in FLOATS:
             raise TypeError(
-                f"attention: {name} has dtype {x.dtype}; it must be float32, bfloat16, float16 or float64."
+                f"attention: {name} has dtype {x.dtype}; it must be float32, "
+                "bfloat16, float16 or float64."
             )
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(
-            f"attention: query, key and value have dtypes {query.dtype}, {key.dtype} and {value.dtype}; they must be "
+            f"attention: query, key and value have dtypes {query.dtype}, {key.dtype} "
+            f"and {value.dtype}; they must be "
             "the same, cast two of them."
         )
     batch = query.shape[:-3]
     for name, x in (("key", key), ("value", value)):
         if x.ndim != query.ndim:
             raise ValueError(
-                f"attention: {name} has {x.ndim} axes, query has {query.ndim}; they must match "
+                f"attention: {name} has {x.ndim} axes, query has {query.ndim}; they "
+                "must match "
                 f"(query {query.shape}, {name} {x.shape})."
             )
         if x.shape[:-3] != batch:
             raise ValueError(
-                f"attention: {name} has batch axes {x.shape[:-3]}, query has {batch}; they must match."
+                f"attention: {name} has batch axes {x.shape[:-3]}, query has {batch}; "
+                "they must match."
             )
     if key.shape[-3:-1] != value.shape[-3:-1]:
         raise ValueError(
-            f"attention: key has (length, heads) {key.shape[-3:-1]}, value has {value.shape[-3:-1]}; they must match."
+            f"attention: key has (length, heads) {key.shape[-3:-1]}, value has "
+            f"{value.shape[-3:-1]}; they must match."
         )
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(
-            f"attention: key has head_dim {key.shape[-1]}, query has {query.shape[-1]}; they must match."
+            f"attention: key has head_dim {key.shape[-1]}, query has "
+            f"{query.shape[-1]}; they must match."
         )
     for name, x in (("query", query), ("value", value)):
         if x.shape[-1] == 0:
-            raise ValueError(f"attention: {name} has head_dim 0; it must be at least 1.")
+            raise ValueError(
+                f"attention: {name} has head_dim 0; it must be at least 1."
+            )
     heads, kv_heads = query.shape[-2], key.shape[-2]
     if kv_heads == 0 or heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"attention: query has {heads} heads, key and value have {kv_heads}; the number of query heads must be a "
+            f"attention: query has {heads} heads, key and value have {kv_heads}; the "
+            "number of query heads must be a "
             "positive multiple of the number of key/value heads."
         )
 
@@ -78,14 +89,21 @@ def check_qkv(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
 def check_bias(bias: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return bias with `len(shape)` axes, each full or 1."""
     if not jnp.issubdtype(bias.dtype, jnp.floating):
-        hint = " (a bool mask goes to mask_mod=DenseMask(...))" if bias.dtype == jnp.bool_ else ""
-        raise TypeError(f"attention: bias has dtype {bias.dtype}; it must be a float{hint}.")
+        hint = (
+            " (a bool mask goes to mask_mod=DenseMask(...))"
+            if bias.dtype == jnp.bool_
+            else ""
+        )
+        raise TypeError(
+            f"attention: bias has dtype {bias.dtype}; it must be a float{hint}."
+        )
     fits = bias.ndim <= len(shape) and all(
         a in (1, b) for a, b in zip(bias.shape[::-1], shape[::-1], strict=False)
     )
     if not fits:
         raise ValueError(
-            f"attention: bias has shape {bias.shape}; it must broadcast to (*batch, heads, q_length, kv_length) = {shape}."
+            f"attention: bias has shape {bias.shape}; it must broadcast to (*batch, "
+            f"heads, q_length, kv_length) = {shape}."
         )
     return bias.reshape((1,) * (len(shape) - bias.ndim) + bias.shape)
 
@@ -94,9 +112,13 @@ def check_integers(x: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
     """Return an int32 array of exactly this shape."""
     array = as_array(x, name)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be an integer.")
+        raise TypeError(
+            f"attention: {name} has dtype {array.dtype}; it must be an integer."
+        )
     if array.shape != shape:
-        raise ValueError(f"attention: {name} has shape {array.shape}; it must be {shape}.")
+        raise ValueError(
+            f"attention: {name} has shape {array.shape}; it must be {shape}."
+        )
     return _to_int32(array)
 
 
@@ -104,10 +126,13 @@ def check_offset(x: Any, name: str, batch: tuple[int, ...]) -> jax.Array:
     """Return an int32 offset of shape `batch`; a scalar is the same for all."""
     array = as_array(x, name)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"attention: {name} has dtype {array.dtype}; it must be an integer.")
+        raise TypeError(
+            f"attention: {name} has dtype {array.dtype}; it must be an integer."
+        )
     if array.shape not in ((), batch):
         raise ValueError(
-            f"attention: {name} has shape {array.shape}; it must be a scalar or have the batch shape {batch}."
+            f"attention: {name} has shape {array.shape}; it must be a scalar or have "
+            f"the batch shape {batch}."
         )
     return jnp.broadcast_to(_to_int32(array), batch)
 
@@ -116,11 +141,15 @@ def check_scale(scale: Any, head_dim: int, dtype: Any) -> jax.Array:
     """Return the scale as a float scalar."""
     if scale is None:
         return jnp.asarray(1.0 / np.sqrt(head_dim), dtype)
-    if isinstance(scale, bool) or isinstance(scale, str):
-        raise TypeError(f"attention: scale is {scale!r}; it must be a number or a float scalar.")
+    if isinstance(scale, bool | str):
+        raise TypeError(
+            f"attention: scale is {scale!r}; it must be a number or a float scalar."
+        )
     array = as_array(scale, "scale")
     if array.shape != ():
-        raise ValueError(f"attention: scale has shape {array.shape}; it must be a scalar.")
+        raise ValueError(
+            f"attention: scale has shape {array.shape}; it must be a scalar."
+        )
     if array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"attention: scale has dtype {array.dtype}; it must be real.")
     if isinstance(scale, int | float) and not np.isfinite(scale):
@@ -132,26 +161,40 @@ def check_sinks(sinks: Any, heads: int, dtype: Any) -> jax.Array:
     """Return the sinks as floats of shape (N,)."""
     array = as_array(sinks, "sinks")
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"attention: sinks has dtype {array.dtype}; it must be a float.")
+        raise TypeError(
+            f"attention: sinks has dtype {array.dtype}; it must be a float."
+        )
     if array.shape != (heads,):
         raise ValueError(
-            f"attention: sinks has shape {array.shape}; it must be ({heads},), one logit per query head."
+            f"attention: sinks has shape {array.shape}; it must be ({heads},), one "
+            "logit per query head."
         )
     return array.astype(dtype)
 
 
 def check_block_mask(
-    mask: jax.Array, blocks: tuple[int, int], batch: tuple[int, ...], heads: int, t: int, s: int
+    mask: jax.Array,
+    blocks: tuple[int, int],
+    batch: tuple[int, ...],
+    heads: int,
+    t: int,
+    s: int,
 ) -> jax.Array:
     """Return the block mask as (*B or 1s, N|1, nQB, nKB) uint8."""
     size = int(np.prod(batch))
     tiles = (-(-t // blocks[0]), -(-s // blocks[1]))
     lead = mask.shape[:-2]
-    fits = lead == (size * heads,) if mask.ndim == 3 else lead[0] in (1, size) and lead[1] in (1, heads)
+    fits = (
+        lead == (size * heads,)
+        if mask.ndim == 3
+        else lead[0] in (1, size) and lead[1] in (1, heads)
+    )
     if mask.shape[-2:] != tiles or not fits:
         raise ValueError(
-            f"attention: block_mask has shape {mask.shape}; for q_length {t}, kv_length {s} and blocks of "
-            f"{blocks[0]} x {blocks[1]} it must be ({size * heads}, {tiles[0]}, {tiles[1]}) or "
+            f"attention: block_mask has shape {mask.shape}; for q_length {t}, "
+            f"kv_length {s} and blocks of "
+            f"{blocks[0]} x {blocks[1]} it must be ({size * heads}, {tiles[0]}, "
+            f"{tiles[1]}) or "
             f"({size}|1, {heads}|1, {tiles[0]}, {tiles[1]})."
         )
     if mask.ndim == 3:
@@ -179,8 +222,10 @@ def check_bool(value: Any, name: str) -> None:
 def ambiguous_causal(t: int, s: int) -> ValueError:
     """The error for causal=True with different lengths."""
     return ValueError(
-        f"attention: causal=True with q_length {t} and kv_length {s} is ambiguous. Say causal='top_left' "
-        "(query i sees keys j <= i, as jax.nn) or causal='bottom_right' (j <= i + kv_length - q_length, as "
+        f"attention: causal=True with q_length {t} and kv_length {s} is ambiguous. "
+        "Say causal='top_left' "
+        "(query i sees keys j <= i, as jax.nn) or causal='bottom_right' (j <= i + "
+        "kv_length - q_length, as "
         "FlashAttention), or pass q_offset."
     )
 
@@ -188,13 +233,16 @@ def ambiguous_causal(t: int, s: int) -> ValueError:
 def causal_with_offsets(causal: str) -> ValueError:
     """The error for a named alignment together with explicit offsets."""
     return ValueError(
-        f"attention: causal={causal!r} and q_offset/kv_offset both say where the diagonal is. Pass causal=True with the "
+        f"attention: causal={causal!r} and q_offset/kv_offset both say where the "
+        "diagonal is. Pass causal=True with the "
         "offsets (live iff kv_idx <= q_idx), or the name alone."
     )
 
 
-def one_without_other(present: str, absent: str) -> ValueError:
-    """The error for half a pair of arguments."""
+def half_of_segment_ids(query_is_missing: bool) -> ValueError:
+    """The error for segment ids of one side only."""
+    names = ("q_segment_ids", "kv_segment_ids")
+    present, absent = names[::-1] if query_is_missing else names
     return ValueError(f"attention: {present} is given without {absent}; pass both.")
 
 

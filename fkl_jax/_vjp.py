@@ -1,7 +1,8 @@
 """Differentiation: a `custom_vjp` around the two primitives.
 
-The forward saves the operands, out and lse, the last two under the checkpoint names "fkl_out" and "fkl_lse"; the
-backward consumes them and computes only the gradients that somebody asked for.
+The forward saves the operands, out and lse, the last two under the checkpoint names
+"fkl_out" and "fkl_lse"; the backward consumes them and computes only the gradients
+that somebody asked for.
 """
 
 import functools
@@ -18,8 +19,11 @@ from ._spec import AttentionSpec
 
 
 @functools.lru_cache(maxsize=4096)
-def compiled_attention(spec: AttentionSpec) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return `(*operands) -> (out, lse)` on the custom calls, jitted; the same function for an equal spec."""
+def compiled_attention(
+    spec: AttentionSpec,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Return `(*operands) -> (out, lse)` on the custom calls, jitted; the same
+    function for an equal spec."""
 
     @jax.custom_vjp
     def fkl_attention(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -43,8 +47,11 @@ def compiled_attention(spec: AttentionSpec) -> Callable[..., tuple[jax.Array, ja
 
 
 @functools.lru_cache(maxsize=4096)
-def reference_attention(spec: AttentionSpec) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return `(*operands) -> (out, lse)` in plain JAX, jitted; differentiable in both modes, to any order."""
+def reference_attention(
+    spec: AttentionSpec,
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Return `(*operands) -> (out, lse)` in plain JAX, jitted; differentiable in both
+    modes, to any order."""
 
     def fkl_attention_xla(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _reference.forward(spec, operands)
@@ -114,7 +121,8 @@ def _is_mask_capture(spec: AttentionSpec, role: str) -> bool:
 def _sinks_gradient(
     sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array
 ) -> jax.Array:
-    """The sink is a logit with value 0: its dP is 0, so its ds is `-P * D`, summed over batch and queries."""
+    """The sink is a logit with value 0: its dP is 0, so its ds is `-P * D`, summed
+    over batch and queries."""
     has_key = lse > -jnp.inf
     probability = jnp.exp(jnp.where(has_key, sinks[:, None] - lse, -jnp.inf))
     product = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
