@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from shapes import SHAPES, Shape
 import fkl_jax
 
 Call = Callable[[], Any]
+Implementation = Literal["ffi", "xla"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Options:
     shape: Shape
     decode_shape: Shape
     memory_shape: str
-    implementation: str | None
+    implementation: Implementation
     num_rounds: int
     gap_seconds: float
     num_cores: int
@@ -209,7 +210,7 @@ def decode_calls(options: Options) -> dict[str, Call]:
         for chunk in np.array_split(np.asarray(array).reshape(-1), options.num_cores)
     ]
     pool = concurrent.futures.ThreadPoolExecutor(options.num_cores)
-    calls = {
+    calls: dict[str, tuple[Callable[..., Any], *tuple[jax.Array, ...]]] = {
         "jax.nn decode": (jax.nn.dot_product_attention, query, key, value),
         "decode": (ours, query, key, value),
         "read by XLA": (lambda *arrays: [jnp.sum(x) for x in arrays], key, value),

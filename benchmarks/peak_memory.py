@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,9 @@ def growth_in_new_process(
     return int(done.stdout)
 
 
-def growth(kind: str, shape: Shape, implementation: str | None) -> int:
+def growth(
+    kind: str, shape: Shape, implementation: Literal["ffi", "xla"] | None
+) -> int:
     """Bytes by which the peak of the first call exceeds operands and results."""
     attend = functools.partial(fkl_jax.attention, implementation=implementation)
     sizes = (shape.query, shape.key, shape.key, shape.query)

@@ -21,7 +21,7 @@ import sysconfig
 import time
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class ModelConfig:
     mlp_dim: int = 384
     window: int = 64
     soft_cap: float = 30.0
-    implementation: str | None = None
+    implementation: Literal["ffi", "xla"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

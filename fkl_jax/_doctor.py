@@ -4,6 +4,7 @@ It is read when something is broken, so every fact is found on its own: one that
 be found becomes a line that says so and never stops the others.
 """
 
+import functools
 import importlib
 import os
 import pathlib
@@ -68,7 +69,7 @@ def _versions() -> Lines:
         ("fkl_jax", _attempt(_own_version)),
     ]
     for name in ("jax", "jaxlib", "numpy"):
-        lines.append((name, _attempt(lambda name=name: metadata.version(name))))
+        lines.append((name, _attempt(functools.partial(metadata.version, name))))
     plugins = [
         f"{plugin.metadata['Name']} {plugin.version}"
         for plugin in metadata.distributions()
