@@ -29,6 +29,7 @@ class Program {
     int reg;
     int a, b, c;
     int imm;
+    int num_operands;  // of a, b, c that are value ids
   };
   struct LoadGrad {
     int capture;
@@ -50,12 +51,20 @@ class Program {
 
  private:
   friend class ProgramRunner;
+
+  bool is_scalar(int id) const { return values_[id].stage <= kStageRow; }
+  std::string Check(const int32_t* records, int num_values, const Capture* captures, int num_captures);
+  std::string CheckRegisters(const Capture* captures) const;
+  void BuildRowInstructions(const Capture* captures);
+
   std::vector<Value> values_;
   std::vector<int> extra_;
   std::vector<int> head_stage_, row_stage_;  // value ids in order
   std::vector<RowInstruction> forward_, derivative_;
   std::vector<LoadGrad> load_grads_;
   int num_registers_ = 0;
+  int score_register_ = -1;  // the caller's score row takes its place; -1: the program copies the row or reads none
+  int ct_register_ = -1;     // the same for the cotangent row
   int result_ = -1;
   int dscore_ = -1;
 };
@@ -66,11 +75,19 @@ struct CaptureGrad {
   bool is_shared = false;  // several workers add at once: use atomic adds
 };
 
+// Rows that follow the program's own registers.
+enum ExtraRegister : int { kScoreRow, kCtRow, kResultRow, kDscoreRow, kGradRow, kNumExtraRegisters };
+
 // Evaluates a program for one worker; holds its registers. Bind* go from outer to inner; binding an outer level
 // requires binding the inner ones again.
 class ProgramRunner {
  public:
+  // Keeps references to both.
   ProgramRunner(const Program& program, const IsaKernels& isa);
+  ProgramRunner(const ProgramRunner&) = delete;
+  ProgramRunner& operator=(const ProgramRunner&) = delete;
+  ProgramRunner(ProgramRunner&&) = default;
+  ProgramRunner& operator=(ProgramRunner&&) = default;
 
   void BindCaptures(const Capture* captures);
   void BindHead(int32_t b, int32_t h);
@@ -78,11 +95,11 @@ class ProgramRunner {
 
   // Score programs: the modified scores of `num_lanes` keys from global index kv_idx0. `score` is 64-byte aligned with
   // kRowWidth lanes' room up to the next multiple of the vector width; the result may be `score` itself or a
-  // register that the next run overwrites.
+  // register that the next run overwrites. A program without derivative may use `score` as scratch.
   const float* RunScore(float* score, int32_t kv_idx0, int num_lanes);
 
-  // After RunScore on the same row: the derivative with respect to the score for the cotangent row `ct`;
-  // dead lanes (bit clear in live_bits; null = all live) are exactly 0.
+  // After RunScore on the same row: the derivative with respect to the score for the cotangent row `ct`, which is
+  // used as scratch and may be the result; dead lanes (bit clear in live_bits; null = all live) are exactly 0.
   const float* RunDerivative(float* ct, const uint32_t* live_bits, int num_lanes);
   // After RunDerivative: adds the gradients of captured arrays, grads[capture], dead lanes excluded.
   void AddLoadGrads(const CaptureGrad* grads, const uint32_t* live_bits, int num_lanes);
@@ -91,12 +108,22 @@ class ProgramRunner {
   void RunMask(int32_t kv_idx0, int num_lanes, uint32_t* bits);
 
  private:
+  void Evaluate(const std::vector<int>& ids);
+  Scalar EvaluateOne(const Program::Value& value) const;
+  void Run(const std::vector<RowInstruction>& instructions, int num_lanes);
+  // The row of value `id`, written to `spare` if it is a scalar.
+  float* RowOf(int id, ExtraRegister spare, int num_lanes);
+  float* OwnRegister(int reg);
+  void AddLoadGrad(const Program::LoadGrad& load_grad, const CaptureGrad& grad, const uint32_t* live_bits,
+                   int num_lanes);
+
   const Program* program_;
   const IsaKernels* isa_;
   const Capture* captures_ = nullptr;
-  std::vector<Scalar> scalars_;
+  int32_t b_ = 0, h_ = 0, q_idx_ = 0;
+  std::vector<Scalar> scalars_;          // by value id, then one 0
   std::vector<float> register_storage_;
-  std::vector<float*> registers_;
+  std::vector<float*> registers_;        // the program's, then the rows below
   int32_t kv_idx0_ = 0;
 };
 
