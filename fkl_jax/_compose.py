@@ -52,9 +52,9 @@ def split_mods(score_mod: Any, mask_mod: Any) -> tuple[list[ScoreMod], list[Mask
             scores.append(ScoreMod(mod))
         else:
             raise TypeError(
-                f"attention: score_mod is {mod!r}; it must be a ScoreMod, a MaskMod, "
-                "a function "
-                "(s, b, h, q_idx, kv_idx) -> s, or a tuple of those."
+                f"attention: score_mod is {mod!r} (a {type(mod).__name__}); it must be "
+                "a ScoreMod, a MaskMod, a function (s, b, h, q_idx, kv_idx) -> s, or a "
+                "tuple of those."
             )
     for mod in _as_list(mask_mod):
         if isinstance(mod, ScoreMod):

@@ -100,8 +100,8 @@ def as_mask_mod(value: Any) -> MaskMod:
         return value
     if isinstance(value, Mod) or not callable(value):
         raise TypeError(
-            f"attention: mask_mod is {value!r}; it must be a MaskMod or a function "
-            "(b, h, q_idx, kv_idx) -> bool."
+            f"attention: mask_mod is {value!r} (a {type(value).__name__}); it must be "
+            "a MaskMod, a function (b, h, q_idx, kv_idx) -> bool, or a tuple of those."
         )
     return MaskMod(value)
 

@@ -120,8 +120,18 @@ def compile_program(traced: _trace.TracedFunction, function: Any) -> Program:
     """Compile a traced mod, its derivative included; raise `Unsupported` naming a
     primitive and a line."""
     if traced.scalar is None:
-        raise _trace.Unsupported(traced.unsupported)
-    emitter = _Emitter(function)
+        raise _trace.Unsupported(str(traced.unsupported))
+    try:
+        return _compile(traced)
+    except _trace.Unsupported as e:
+        raise _trace.with_line(e, traced.closed.jaxpr, function) from None
+
+
+# --- private -------------------------------------------------------------------------
+
+
+def _compile(traced: _trace.TracedFunction) -> Program:
+    emitter = _Emitter()
     inputs = [
         emitter.emit("input", I32 if name != "score" else F32, data=name)
         for name in _trace.INPUTS[traced.kind]
@@ -136,13 +146,11 @@ def compile_program(traced: _trace.TracedFunction, function: Any) -> Program:
     if traced.kind == "mask":
         return _finish("mask", emitter.nodes, out)
     ct = emitter.emit("input", F32, data="ct")
-    grads = emitter.run(_trace.derivative_jaxpr(traced), [*inputs, *loads, ct], None)
+    derivative = _trace.derivative_jaxpr(traced)
+    grads = emitter.run(derivative, [*inputs, *loads, ct], None)
     float_loads = [k for k, x in enumerate(traced.loads) if x.is_float]
     pairs = [(loads[k], g) for k, g in zip(float_loads, grads[1:], strict=True)]
     return _finish("score", emitter.nodes, out, grads[0], pairs)
-
-
-# --- private -------------------------------------------------------------------------
 
 
 def _show(kind: str, value: Any) -> str:
@@ -222,11 +230,10 @@ class _Float(float):
 class _Emitter:
     """Builds nodes; equal nodes are one."""
 
-    def __init__(self, function: Any):
+    def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._index: dict[Node, int] = {}
         self._range: list[tuple[int, int]] = []  # of i32 values
-        self._function = function
 
     # -- building
 
@@ -370,13 +377,7 @@ class _Emitter:
                 outs = [on_load(number, load, xs)]
                 number += 1
             else:
-                try:
-                    outs = self._equation(eqn, xs)
-                except _trace.Unsupported as e:
-                    if " at " in str(e):
-                        raise
-                    line = _trace.source_line(eqn, self._function)
-                    raise _trace.Unsupported(f"{e}{line}") from None
+                outs = self._equation(eqn, xs)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -396,11 +397,11 @@ class _Emitter:
             return self._cond(p["branches"], xs)
         out = eqn.outvars[0].aval
         if out.shape:
-            raise _trace.Unsupported(f"the primitive `{name}` on arrays")
+            raise _trace.Unsupported(f"the primitive `{name}` on arrays", name)
         if name == "convert_element_type":
             return [self._convert(xs[0], eqn.invars[0].aval.dtype, out.dtype)]
         if name not in _EMIT:
-            raise _trace.Unsupported(f"the primitive `{name}`")
+            raise _trace.Unsupported(f"the primitive `{name}`", name)
         operand = eqn.invars[-1].aval.dtype
         _check_integer_width(name, operand)
         value = _EMIT[name](self, [_type_of(v.aval.dtype) for v in eqn.invars], xs, p)

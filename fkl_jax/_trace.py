@@ -40,7 +40,15 @@ _RANDOM = ("random_", "threefry", "rng_")
 
 
 class Unsupported(Exception):
-    """A mod uses something that no program can express; the text names it."""
+    """A mod uses something that no program can express; the text names it.
+
+    Attributes:
+        primitive: the JAX primitive at fault, if it is one.
+    """
+
+    def __init__(self, text: str, primitive: str | None = None):
+        super().__init__(text)
+        self.primitive = primitive
 
 
 load_p = jex_core.Primitive("fkl_load")
@@ -129,6 +137,16 @@ def analyse(
             if e.primitive is load_p
         )
     return TracedFunction(kind, whole, scalar, loads, reason)
+
+
+def with_line(error: Unsupported, jaxpr: Any, function: Any) -> Unsupported:
+    """Say where in the user's function the primitive at fault is, if it is there."""
+    if error.primitive is None or " at " in str(error):
+        return error
+    for eqn in _walk(jaxpr):
+        if eqn.primitive.name == error.primitive:
+            return Unsupported(f"{error}{source_line(eqn, function)}", error.primitive)
+    return Unsupported(f"{error} in its derivative", error.primitive)
 
 
 def has_custom_rules(jaxpr: Any) -> bool:
