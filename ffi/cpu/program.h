@@ -42,6 +42,7 @@ class Program {
   std::string Decode(const int32_t* code, int64_t size, const Capture* captures, int num_captures);
 
   bool empty() const { return values_.empty(); }
+  bool is_mask() const { return !empty() && values_[result_].type == kTypeBool; }
   bool has_derivative() const { return dscore_ >= 0; }
   const std::vector<LoadGrad>& load_grads() const { return load_grads_; }
 
