@@ -176,7 +176,8 @@ def make_problem(case: Case) -> Problem:
         floats["sinks"] = np.asarray(rng.standard_normal(n), np.float32)
     for m, name in enumerate(case.score_mods):
         for p, x in enumerate(catalogue.SCORE_MODS[name].make_params(rng, z)):
-            floats[f"score.{m}.{p}"] = x
+            # float32 parameters are what bfloat16 and float16 calls get, too.
+            floats[f"score.{m}.{p}"] = x.astype(dtype) if dtype == np.float64 else x
 
     others: dict[str, np.ndarray] = {}
     for kind, names in (("mask", case.mask_mods), ("as_score", case.mask_as_score)):
@@ -284,10 +285,18 @@ def call(case: Case, implementation: str | None, floats: dict, others: dict):
     )
 
 
+# Nearly all the time of the suite is XLA compiling programs that run once, and a third
+# of it is for optimisations; the kernels behind a custom call are not touched by this.
+COMPILE_FAST = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
 def make_step(case: Case, implementation: str | None):
     """Return a jitted (floats, others, cotangents) -> (out, lse), gradients."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=COMPILE_FAST)
     def step(floats, others, cotangents):
         results, vjp = jax.vjp(
             lambda floats: call(case, implementation, floats, others), floats

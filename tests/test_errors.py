@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import fkl_jax
+from fkl_jax import _backends, _ffi
 
 B, T, S, N, K, H = 2, 8, 12, 4, 2, 16
 
@@ -186,13 +187,13 @@ ERRORS = {
     "mod_none": (
         _mod(lambda s, b, h, q, kv: None), (TypeError, ValueError), "score_mod",
     ),
-    "mod_not_callable": (_mod(3), TypeError, "score_mod", "int"),
-    "mod_in_list": (_mod((fkl_jax.SoftCap(1.0), 3)), TypeError, "score_mod", "int"),
+    "mod_not_callable": (_mod(3), TypeError, "score_mod", "3"),
+    "mod_in_list": (_mod((fkl_jax.SoftCap(1.0), 3)), TypeError, "score_mod", "3"),
     "mask_float": (
         _mask(lambda b, h, q, kv: 1.0 * q), TypeError, "mask_mod", "float32",
     ),
     "mask_int": (_mask(lambda b, h, q, kv: q), TypeError, "mask_mod", "int32"),
-    "mask_not_callable": (_mask("causal"), TypeError, "mask_mod", "str"),
+    "mask_not_callable": (_mask("causal"), TypeError, "mask_mod", "causal"),
     "mask_is_score_mod": (_mask(fkl_jax.SoftCap(1.0)), TypeError, "mask_mod"),
     "mod_random": (
         _mod(_random), (ValueError, NotImplementedError), "score_mod|random",
@@ -246,9 +247,9 @@ CONSTRUCTORS = {
         lambda: fkl_jax.RelativeBias(_zeros(1, N, 5)), ValueError, "table",
     ),
     "alibi_rank": (lambda: fkl_jax.ALiBi(_zeros(2, N)), ValueError, "slopes"),
-    "score_mod_function": (lambda: fkl_jax.ScoreMod(3), TypeError, "int"),
-    "mask_mod_function": (lambda: fkl_jax.MaskMod("x"), TypeError, "str"),
-    "compose": (lambda: fkl_jax.Causal() & 3, TypeError, "&|int"),
+    "score_mod_function": (lambda: fkl_jax.ScoreMod(3), TypeError, "ScoreMod", "3"),
+    "mask_mod_function": (lambda: fkl_jax.MaskMod("x"), TypeError, "MaskMod", "x"),
+    "compose": (lambda: fkl_jax.Causal() & 3, TypeError, "3", "MaskMod"),
     "block_rank": (
         lambda: fkl_jax.BlockMask(_zeros(2, 2, dtype=bool)), ValueError, r"\(2, 2\)",
     ),
@@ -322,7 +323,8 @@ def test_primitive_that_no_program_has_raises_under_ffi():
         _call(score_mod=_sorts(_zeros(S)), implementation="ffi")
 
 
-def test_primitive_that_no_program_has_falls_to_pure_jax_with_one_warning():
+def test_primitive_that_no_program_has_falls_to_pure_jax_with_one_warning(monkeypatch):
+    monkeypatch.setattr(_backends, "_announced", set())  # as in a new process
     mod = _sorts(jnp.arange(S, dtype=jnp.float32)[::-1])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -341,6 +343,37 @@ def test_float64_under_ffi_names_the_reason():
         q, k, v = (x.astype(jnp.float64) for x in (Q, KEY, V))
         with pytest.raises(NotImplementedError, match="(?s)ffi.*float64"):
             _call(q, k, v, implementation="ffi")
+
+
+@pytest.fixture(name="without_library", params=["missing", "too_new"])
+def _without_library(request, monkeypatch):
+    """Yield words of the reason, with the extension gone or made for a newer jaxlib."""
+    if request.param == "missing":
+        monkeypatch.delattr(fkl_jax, "_ext", raising=False)
+        monkeypatch.setitem(sys.modules, "fkl_jax._ext", None)
+        words = ["_ext", "cannot be imported", "reinstall"]
+    else:
+        monkeypatch.setattr(_ffi, "runtime_api_version", lambda: (0, 0))
+        words = [r"built for XLA FFI \d+\.\d+", "0.0", "upgrade jaxlib or rebuild"]
+    monkeypatch.setattr(_backends, "_announced", set())
+    _ffi.register.cache_clear()
+    yield "(?s)" + ".*".join(words)
+    monkeypatch.undo()
+    _ffi.register.cache_clear()
+
+
+def test_without_library_ffi_raises_with_the_reason(without_library):
+    with pytest.raises(NotImplementedError, match=without_library):
+        _call(implementation="ffi")
+
+
+def test_without_library_none_falls_to_pure_jax_with_one_warning(without_library):
+    q = jax.random.normal(jax.random.key(0), Q.shape)
+    with pytest.warns(fkl_jax.FallbackWarning, match=without_library) as caught:
+        out = _call(q)
+        _call(q)
+    assert len(caught) == 1
+    np.testing.assert_array_equal(out, _call(q, implementation="xla"))
 
 
 # -------------------------------------------------------------------------- aftermath

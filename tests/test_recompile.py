@@ -23,6 +23,7 @@ def _new_values(n: int) -> dict:
     Numbers are Python numbers where a user would write one.
     """
     rng = np.random.default_rng(n)
+    far = n % 5  # the offsets; what is compared with positions grows by as much
     return dict(
         score_mod=(
             fkl_jax.ALiBi(rng.standard_normal(N).astype(np.float32)),
@@ -31,13 +32,13 @@ def _new_values(n: int) -> dict:
             fkl_jax.SoftCap(10.0 + n),
         ),
         mask_mod=(
-            fkl_jax.SlidingWindow(2 + n, 1 + n),
+            fkl_jax.SlidingWindow(5 + n, 3 + n),
             fkl_jax.PrefixLM(3 + n),
-            fkl_jax.Padding(rng.integers(0, S, B).astype(np.int32)),
-            fkl_jax.DenseMask(rng.random((T, S)) < 0.5),
+            fkl_jax.Padding(rng.integers(4, S, B).astype(np.int32) + far),
+            fkl_jax.DenseMask(rng.random((T + 12, S + 12)) < 0.9),
             fkl_jax.SegmentIds(
-                rng.integers(0, 2, (B, T)).astype(np.int32),
-                rng.integers(0, 2, (B, S)).astype(np.int32),
+                rng.integers(0, 2, (B, T + 12)).astype(np.int32),
+                rng.integers(0, 2, (B, S + 12)).astype(np.int32),
             ),
         ),
         block_mask=fkl_jax.BlockMask(
@@ -47,10 +48,10 @@ def _new_values(n: int) -> dict:
         scale=0.1 + n,
         sinks=rng.standard_normal(N).astype(np.float32),
         causal=True,
-        q_offset=n + 5,
-        kv_offset=n,
-        q_seq_lengths=rng.integers(0, T, B).astype(np.int32),
-        kv_seq_lengths=rng.integers(0, S, B).astype(np.int32),
+        q_offset=far + 5,
+        kv_offset=far,
+        q_seq_lengths=rng.integers(4, T, B).astype(np.int32),
+        kv_seq_lengths=rng.integers(4, S, B).astype(np.int32),
         q_segment_ids=rng.integers(0, 2, (B, T)).astype(np.int32),
         kv_segment_ids=rng.integers(0, 2, (B, S)).astype(np.int32),
     )
@@ -146,13 +147,15 @@ def test_differently_written_equal_functions_share(backend, count_compiles):
         ).block_until_ready()
 
     def one(s, b, h, q_idx, kv_idx):
-        return jnp.tanh(s) * jnp.tanh(s)
+        return jnp.tanh(s) - jnp.cos(1.0 * (q_idx - kv_idx)) * jnp.cos(
+            1.0 * (q_idx - kv_idx)
+        )
 
     def other(score, batch, head, i, j):
         unused = jnp.exp(score) + i
-        t = jnp.tanh(score)
+        wave = jnp.cos(1.0 * (i - j))
         del unused
-        return t * t
+        return jnp.tanh(score) - wave * wave
 
     first = attend(one)
     with count_compiles() as counts:

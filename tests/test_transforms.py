@@ -199,13 +199,13 @@ def test_remat_gives_the_same_gradients(names, backend):
     _assert_close(got, jax.jit(jax.value_and_grad(plain, (0, 1)))(x, cap))
 
 
-def test_names_are_in_the_jaxpr(backend):
+def test_names_are_in_the_jaxpr():
     q = jnp.zeros((1, 4, 2, 8))
-    text = str(
-        jax.make_jaxpr(
-            jax.grad(lambda q: fkl_jax.attention(q, q, q, implementation=backend).sum())
-        )(q)
-    )
+
+    def loss(q):
+        return fkl_jax.attention(q, q, q, implementation="ffi").sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(q))
     assert "fkl_out" in text and "fkl_lse" in text
 
 
@@ -356,7 +356,7 @@ def test_platforms_without_kernels_get_pure_jax():
     q = jnp.zeros((1, 4, 2, 8))
     f = jax.jit(lambda q: fkl_jax.attention(q, q, q, causal=True))
     text = f.trace(q).lower(lowering_platforms=("tpu",)).as_text()
-    assert "fkl_attention" not in text.replace("jit_fkl_attention", "")
+    assert "fkl_attention_fwd" not in text and "custom_call" not in text
 
 
 def _assert_close(got, want, tolerance=1e-5):
