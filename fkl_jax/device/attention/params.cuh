@@ -57,6 +57,7 @@ struct ForwardParams {
   int num_splits;
   float* partial_out;  // [num_splits][num_outer * num_q_heads][q_seq_len][value_head_dim]
   float* partial_lse;  // [num_splits][num_outer * num_q_heads][q_seq_len]
+  void* scratch;       // what the glue's Launch asked for, zeroed before the first kernel; null if nothing
 };
 
 struct BackwardParams {
@@ -73,7 +74,14 @@ struct BackwardParams {
   TensorParam dbias;          // float, as bias; null data: not asked for
   long long dbias_column_stride;
   VectorParam dcaptures[kMaxCaptures];  // float; null data: not asked for
+  void* scratch;                        // as in ForwardParams
 };
+
+// The host says how large it takes the structs to be, so that headers of another version cannot misread its arguments.
+#ifdef FKL_FORWARD_PARAMS_BYTES
+static_assert(sizeof(ForwardParams) == FKL_FORWARD_PARAMS_BYTES && sizeof(BackwardParams) == FKL_BACKWARD_PARAMS_BYTES,
+              "the device headers and the extension module are of different versions; reinstall fkl_jax");
+#endif
 
 }  // namespace fkl
 
