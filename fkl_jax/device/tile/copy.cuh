@@ -1,0 +1,123 @@
+// Copies of whole tiles from global to shared memory, rows and columns beyond the matrix become zero.
+//
+// Legality class of an operand, a compile-time switch:
+//   kAligned   pointer, every stride and the row's real length are multiples of 16 bytes: one cp.async per chunk
+//   otherwise  the widest of 8 and 4 bytes that divides them (found once per tile copy object), or single elements through registers
+#ifndef FKL_DEVICE_TILE_COPY_CUH_
+#define FKL_DEVICE_TILE_COPY_CUH_
+
+#include "core/math.cuh"
+#include "core/ptx.cuh"
+#include "tile/layout.cuh"
+
+namespace fkl {
+
+// One matrix in global memory, read tile by tile by `kThreads` threads. Asynchronous: commit and wait are the caller's,
+// a barrier is needed before other threads read, whatever the class.
+template <class Tile, bool kAligned, int kThreads>
+class TileCopy {
+ public:
+  using Element = typename Tile::Element;
+
+  FKL_DEVICE TileCopy() {}
+  // `data` is the first row; `row_stride` and `num_columns` (the real ones) in elements.
+  FKL_DEVICE TileCopy(const Element* data, long long row_stride, int num_columns, int thread)
+      : data_(reinterpret_cast<const char*>(data)),
+        row_stride_bytes_(row_stride * kElementBytes),
+        row_bytes_(num_columns * kElementBytes),
+        thread_(thread) {
+    if constexpr (kFixedChunk) {
+      data_ += static_cast<long long>(thread / Tile::kChunks) * row_stride_bytes_ +
+               thread % Tile::kChunks * kChunkBytes;
+    }
+    if constexpr (!kAligned) {
+      const unsigned low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(data)) |
+                                static_cast<unsigned>(row_stride_bytes_) |
+                                static_cast<unsigned>(row_bytes_);
+      width_ = low_bits % 8 == 0 ? 8 : low_bits % 4 == 0 ? 4 : kElementBytes;
+    }
+  }
+
+  // Rows first_row .. first_row + Tile::kRows - 1 to the tile at `tile`; rows from `end_row` on become zero.
+  FKL_DEVICE void copy(uint32_t tile, int first_row, int end_row) const {
+    const char* first = data_ + first_row * row_stride_bytes_;
+    const int num_rows = end_row - first_row;
+#pragma unroll
+    for (int i = 0; i < kIterations; ++i) {
+      const int index = thread_ + i * kThreads;
+      if (kChunkCount % kThreads != 0 && i == kIterations - 1 && index >= kChunkCount) break;
+      const int row = index / Tile::kChunks, chunk = index % Tile::kChunks;
+      const uint32_t destination = tile + static_cast<uint32_t>(Tile::chunk_offset(row, chunk));
+      const char* source;
+      if constexpr (kFixedChunk) {  // steps that are the same in every thread
+        source = first + i * kRowsPerIteration * row_stride_bytes_;
+      } else {
+        source = first + row * row_stride_bytes_ + chunk * kChunkBytes;
+      }
+      copy_chunk(destination, source, row < num_rows, row_bytes_ - chunk * kChunkBytes);
+    }
+  }
+
+ private:
+  static constexpr int kElementBytes = static_cast<int>(sizeof(Element));
+  static constexpr int kChunkCount = Tile::kRows * Tile::kChunks;
+  static constexpr int kIterations = ceil_div(kChunkCount, kThreads);
+  static constexpr bool kFixedChunk = kThreads % Tile::kChunks == 0;
+  static constexpr int kRowsPerIteration = kThreads / Tile::kChunks;
+
+  // `valid_bytes` of the chunk lie inside the row (zero, negative or more than a chunk: clipped).
+  FKL_DEVICE void copy_chunk(uint32_t destination, const char* source, bool is_valid_row,
+                             int valid_bytes) const {
+    if constexpr (kAligned) {
+      cp_async_16(destination, source, is_valid_row && valid_bytes > 0);
+    } else {
+      if (!is_valid_row) valid_bytes = 0;
+      if (width_ == 8) {
+#pragma unroll
+        for (int j = 0; j < kChunkBytes; j += 8)
+          cp_async_8(destination + static_cast<uint32_t>(j), source + j, j < valid_bytes);
+      } else if (width_ == 4) {
+#pragma unroll
+        for (int j = 0; j < kChunkBytes; j += 4)
+          cp_async_4(destination + static_cast<uint32_t>(j), source + j, j < valid_bytes);
+      } else if constexpr (kElementBytes == 2) {
+        Chunk16 value;
+#pragma unroll
+        for (int j = 0; j < kChunkBytes; j += 4) {
+          const uint32_t low = j < valid_bytes ? load_global_u16(source + j) : 0;
+          const uint32_t high = j + 2 < valid_bytes ? load_global_u16(source + j + 2) : 0;
+          value.word[j / 4] = low | high << 16;
+        }
+        store_shared_16(destination, value);
+      }
+    }
+  }
+
+  const char* data_;
+  long long row_stride_bytes_;
+  int row_bytes_;
+  int thread_;
+  int width_;  // of the unaligned class: bytes per copy
+};
+
+// One row's neighbouring columns `column`, `column + 1` to global memory, as far as they exist.
+template <bool kAligned, class Element>
+FKL_DEVICE void store_pair(Element* row, int column, int num_columns, float x, float y) {
+  if constexpr (sizeof(Element) == 4) {
+    if (column < num_columns) row[column] = x;
+    if (column + 1 < num_columns) row[column + 1] = y;
+  } else {
+    const uint32_t packed = Conversion<Element>::pack(x, y);
+    if constexpr (kAligned) {
+      if (column < num_columns) store_global_u32(row + column, packed);
+    } else {
+      if (column < num_columns) store_global_u16(row + column, static_cast<uint16_t>(packed));
+      if (column + 1 < num_columns)
+        store_global_u16(row + column + 1, static_cast<uint16_t>(packed >> 16));
+    }
+  }
+}
+
+}  // namespace fkl
+
+#endif  // FKL_DEVICE_TILE_COPY_CUH_
