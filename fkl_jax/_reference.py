@@ -113,7 +113,7 @@ class _Problem:
             self.q_ids = _pad(flat["q_segment_ids"], 1, self.bq * self.nq, -1)
             self.kv_ids = _pad(flat["kv_segment_ids"], 1, self.bk * self.nk, -1)
         self.block_mask = None
-        if "block_mask" in named:
+        if "block_mask" in named and self.T * self.S != 0:
             self.block_mask = self._outer_flat(named["block_mask"])
         captures = [named[f"capture.{k}"] for k in range(len(spec.capture_ndims))]
         self.score_captures = captures[: spec.num_score_captures]
@@ -299,8 +299,9 @@ def _is_float(x: Any) -> bool:
 
 
 def _blocks(n: int, size: int) -> tuple[int, int]:
+    """Block size and number of blocks; an empty axis is one block of padding."""
     block = min(max(n, 1), size)
-    return block, -(-n // block)
+    return block, max(1, -(-n // block))
 
 
 def _starts(count: int, size: int) -> jax.Array:
