@@ -135,7 +135,7 @@ def _devices() -> str:
 
 def _cpu_kernels() -> Lines:
     def available() -> str:
-        return ", ".join(_extension().available_cpu_isas())
+        return ", ".join(_extension().cpu_isas())
 
     return [("in use", cpu_isa()), ("runnable here", _attempt(available))]
 

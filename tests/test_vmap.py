@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import COMPILE_FAST
 
 import fkl_jax
 
@@ -108,7 +109,10 @@ def _random_subsets(count: int) -> list[tuple[str, ...]]:
 
 @functools.lru_cache
 def _one(implementation: str):
-    return jax.jit(functools.partial(_value_and_grads, implementation=implementation))
+    return jax.jit(
+        functools.partial(_value_and_grads, implementation=implementation),
+        compiler_options=COMPILE_FAST,
+    )
 
 
 SUBSETS = [(name,) for name in EVERYTHING] + _random_subsets(6) + [EVERYTHING]
@@ -127,7 +131,8 @@ def test_vmap_with_random_cotangents_is_a_loop(mapped, backend):
         jax.vmap(
             functools.partial(_value_and_grads, implementation=backend),
             in_axes=(axes, 0),
-        )
+        ),
+        compiler_options=COMPILE_FAST,
     )(x, cotangents)
     for n in range(V):
         one = {k: v[n] if k in mapped else v for k, v in x.items()}

@@ -58,6 +58,7 @@ struct Result {
   void* data = nullptr;  // null: not asked for
   DType dtype = DType::kF32;
   OuterOffsets offsets;
+  int64_t size = 0;  // elements of the whole array
 
   explicit operator bool() const { return data != nullptr; }
   void* Address(int64_t outer, int64_t index) const {

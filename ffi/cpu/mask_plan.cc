@@ -125,7 +125,8 @@ void MaskPlan::Bisect(const TileRect& rect, Axis axis, int tile, int64_t begin, 
     Bisect(rect, axis, tile, middle, end, program == Liveness::kAll, tiles);
     return;
   }
-  unsigned mixed = program == Liveness::kMixed ? kMixedProgram : 0;
+  unsigned mixed = 0;
+  if (program == Liveness::kMixed) mixed |= kMixedProgram;
   if (problem_.q_segment_ids) {
     const Liveness segments = ClassifySegments(part);
     if (segments == Liveness::kNone) return;

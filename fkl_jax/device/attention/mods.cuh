@@ -1,0 +1,210 @@
+// What the generated score and mask functors are made of, and the functors of calls that have none.
+//
+// One function per operation of a program where C++ has no operator with the same meaning (docs/internals.md, section 2):
+// integer arithmetic wraps, max and min propagate NaN, conversions saturate. Everything is exact or within a few units in
+// the last place: these functions are what the pure-JAX definition is compared with.
+#ifndef FKL_DEVICE_ATTENTION_MODS_CUH_
+#define FKL_DEVICE_ATTENTION_MODS_CUH_
+
+#include "attention/outer.cuh"
+#include "attention/params.cuh"
+
+namespace fkl {
+
+// ---- captured arrays
+
+// Element types without a C++ type of their own, by their bits.
+struct CaptureBf16 {
+  unsigned short bits;
+};
+struct CaptureF16 {
+  unsigned short bits;
+};
+
+FKL_DEVICE float read_element(const float* p) { return __ldg(p); }
+FKL_DEVICE float read_element(const double* p) { return static_cast<float>(__ldg(p)); }
+FKL_DEVICE float read_element(const CaptureBf16* p) {
+  return __int_as_float(static_cast<int>(static_cast<unsigned>(__ldg(&p->bits)) << 16));
+}
+FKL_DEVICE float read_element(const CaptureF16* p) {
+  // Shifted to float's place the exponent is 112 too small; the product repairs that, subnormals included.
+  const unsigned bits = __ldg(&p->bits), magnitude = bits & 0x7fffu;
+  const float scale_2_112 = __int_as_float(0x77800000);
+  const bool is_special = magnitude >= 0x7c00u;
+  const float value = is_special ? __int_as_float(static_cast<int>(0x7f800000u | (magnitude << 13)))
+                                 : __int_as_float(static_cast<int>(magnitude << 13)) * scale_2_112;
+  return bits & 0x8000u ? -value : value;
+}
+FKL_DEVICE int read_element(const int* p) { return __ldg(p); }
+FKL_DEVICE int read_element(const unsigned* p) { return static_cast<int>(__ldg(p)); }
+FKL_DEVICE int read_element(const short* p) { return __ldg(p); }
+FKL_DEVICE int read_element(const unsigned short* p) { return __ldg(p); }
+FKL_DEVICE int read_element(const signed char* p) { return __ldg(p); }
+FKL_DEVICE int read_element(const unsigned char* p) { return __ldg(p); }
+FKL_DEVICE int read_element(const long long* p) { return static_cast<int>(__ldg(p)); }  // indices wrap to 32 bits
+FKL_DEVICE bool read_element(const bool* p) { return __ldg(reinterpret_cast<const unsigned char*>(p)) != 0; }
+
+// An index into an axis is clamped to it, as XLA clamps.
+FKL_DEVICE int clamp_index(int index, int size) { return index < 0 ? 0 : index >= size ? size - 1 : index; }
+
+// The gradients of the captures of a call: pointers at this outer element, null where none is asked for.
+struct CaptureGrads {
+  float* data[kMaxCaptures];
+
+  static FKL_DEVICE CaptureGrads bind(const BackwardParams& params, const OuterIndex& outer) {
+    CaptureGrads grads;
+#pragma unroll
+    for (int k = 0; k < kMaxCaptures; ++k) grads.data[k] = at_outer<float>(params.dcaptures[k], outer);
+    return grads;
+  }
+  FKL_DEVICE void add(int capture, long long offset, float value) const {
+    if (data[capture] != nullptr && value != 0.0f) atomicAdd(data[capture] + offset, value);
+  }
+};
+
+// The sum over lanes that differ in the bits of kLaneMask: 31 the warp, 3 the four lanes that share a row of an mma
+// accumulator, 28 the eight that share a column of one.
+template <int kLaneMask>
+FKL_DEVICE float sum_over_lanes(float value) {
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2) {
+    if (kLaneMask & bit) value += __shfl_xor_sync(0xffffffffu, value, bit);
+  }
+  return value;
+}
+
+// ---- floating point
+
+FKL_DEVICE float fast_exp2(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
+
+FKL_DEVICE float fast_reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1.0f / x;
+#endif
+}
+
+FKL_DEVICE bool is_nan(float x) { return x != x; }
+
+FKL_DEVICE float max_f32(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
+  return is_nan(a) || a > b ? a : b;
+#endif
+}
+
+FKL_DEVICE float min_f32(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
+  return is_nan(a) || a < b ? a : b;
+#endif
+}
+
+FKL_DEVICE float sign_f32(float x) { return x == 0.0f || is_nan(x) ? x : copysignf(1.0f, x); }
+
+// tanh.approx is wrong from the 11th bit on. Here: 1 - 2 / (exp(2 |x|) + 1), and near 0, where that cancels, x times an even
+// polynomial; two units in the last place.
+FKL_DEVICE float tanh_f32(float x) {
+  constexpr float kTwoLog2E = 2.8853900817779268f, kSmall = 0.625f;
+  const float ax = fabsf(x), z = x * x;
+  const float large = fmaf(-2.0f, fast_reciprocal(fast_exp2(ax * kTwoLog2E) + 1.0f), 1.0f);
+  float p = -5.70498872745e-3f;
+  p = fmaf(p, z, 2.06390887954e-2f);
+  p = fmaf(p, z, -5.37397155531e-2f);
+  p = fmaf(p, z, 1.33314422036e-1f);
+  p = fmaf(p, z, -3.33332819422e-1f);
+  const float small = fmaf(p * z, x, x);
+  return ax < kSmall ? small : copysignf(large, x);
+}
+
+FKL_DEVICE float round_bf16(float x) {
+  const unsigned bits = static_cast<unsigned>(__float_as_int(x));
+  const unsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+  return is_nan(x) ? x : __int_as_float(static_cast<int>(rounded));  // the carry could turn a NaN into a number
+}
+
+FKL_DEVICE float round_f16(float x) {
+  constexpr float kMinNormal = 6.103515625e-5f, kOverflow = 65520.0f;
+  const float ax = fabsf(x);
+  const unsigned bits = static_cast<unsigned>(__float_as_int(ax));
+  const float normal = __int_as_float(static_cast<int>((bits + 0xfffu + ((bits >> 13) & 1u)) & 0xffffe000u));
+  const float subnormal = (ax + 0.5f) - 0.5f;  // to a multiple of 2^-24
+  float y = ax < kMinNormal ? subnormal : normal;
+  y = ax >= kOverflow ? __int_as_float(0x7f800000) : y;
+  return is_nan(x) ? x : copysignf(y, x);
+}
+
+FKL_DEVICE bool is_finite(float x) { return (__float_as_int(x) & 0x7f800000) != 0x7f800000; }
+
+FKL_DEVICE int f32_to_i32(float x) { return __float2int_rz(x); }  // saturates, NaN gives 0
+
+// ---- integers
+
+FKL_DEVICE int add_i32(int a, int b) { return wrapping_add(a, b); }
+FKL_DEVICE int sub_i32(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) - static_cast<unsigned>(b)); }
+FKL_DEVICE int mul_i32(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) * static_cast<unsigned>(b)); }
+FKL_DEVICE int neg_i32(int a) { return sub_i32(0, a); }
+FKL_DEVICE int abs_i32(int a) { return a < 0 ? neg_i32(a) : a; }
+FKL_DEVICE int sign_i32(int a) { return (a > 0) - (a < 0); }
+FKL_DEVICE int div_i32(int a, int b) { return b == 0 ? -1 : b == -1 ? neg_i32(a) : a / b; }
+FKL_DEVICE int rem_i32(int a, int b) { return b == 0 ? a : b == -1 ? 0 : a % b; }
+FKL_DEVICE int max_i32(int a, int b) { return a > b ? a : b; }
+FKL_DEVICE int min_i32(int a, int b) { return a < b ? a : b; }
+// A shift of 32 or more leaves nothing, or the sign.
+FKL_DEVICE int shl_i32(int a, int b) { return static_cast<unsigned>(b) < 32u ? static_cast<int>(static_cast<unsigned>(a) << b) : 0; }
+FKL_DEVICE int shra_i32(int a, int b) { return a >> (static_cast<unsigned>(b) < 32u ? b : 31); }
+FKL_DEVICE int shrl_i32(int a, int b) { return static_cast<unsigned>(b) < 32u ? static_cast<int>(static_cast<unsigned>(a) >> b) : 0; }
+
+// ---- calls without mods
+
+enum TileState : int { kTileDead = 0, kTileMixed = 1, kTileLive = 2 };
+
+struct NoScoreMod {
+  static constexpr bool kIsIdentity = true, kReadsRow = false;
+  struct Head {};
+  struct Row {};
+  struct HeadGrads {};
+  struct RowGrads {};
+  static FKL_DEVICE NoScoreMod bind(const CommonParams&, const OuterIndex&) { return {}; }
+  FKL_DEVICE Head bind_head(int, int) const { return {}; }
+  FKL_DEVICE Row bind_row(const Head&, int) const { return {}; }
+  FKL_DEVICE float score(const Head&, const Row&, float score, int) const { return score; }
+  FKL_DEVICE float derivative(const Head&, const Row&, float, int, float ct, const CaptureGrads&, HeadGrads&, RowGrads&) const {
+    return ct;
+  }
+  template <int kLaneMask>
+  FKL_DEVICE void flush_row(const Head&, const Row&, const CaptureGrads&, RowGrads&) const {}
+  FKL_DEVICE void flush_head(const Head&, const CaptureGrads&, HeadGrads&) const {}
+};
+
+struct NoMaskMod {
+  static constexpr bool kIsIdentity = true, kReadsRow = false;
+  struct Head {};
+  struct Row {};
+  static FKL_DEVICE NoMaskMod bind(const CommonParams&, const OuterIndex&) { return {}; }
+  FKL_DEVICE Head bind_head(int, int) const { return {}; }
+  FKL_DEVICE Row bind_row(const Head&, int) const { return {}; }
+  FKL_DEVICE bool live(const Head&, const Row&, int) const { return true; }
+  FKL_DEVICE int classify(const Head&, int, int, int, int) const { return kTileLive; }
+};
+
+}  // namespace fkl
+
+#endif  // FKL_DEVICE_ATTENTION_MODS_CUH_
