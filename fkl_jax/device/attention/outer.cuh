@@ -3,10 +3,7 @@
 #define FKL_DEVICE_ATTENTION_OUTER_CUH_
 
 #include "attention/params.cuh"
-
-#ifndef FKL_DEVICE
-#define FKL_DEVICE __device__ __forceinline__
-#endif
+#include "core/types.cuh"
 
 namespace fkl {
 
