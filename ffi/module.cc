@@ -19,6 +19,12 @@ nb::capsule CapsuleOf(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
+std::vector<std::string> CpuIsas() {
+  std::vector<std::string> names;
+  for (const fkl::IsaKernels* kernels : fkl::SupportedIsas()) names.push_back(kernels->name);
+  return names;
+}
+
 std::vector<std::string> ProgramOps() {
   return {
 #define FKL_X(identifier, name) name,
@@ -52,7 +58,7 @@ NB_MODULE(_ext, m) {
       },
       "Handlers of the custom calls by platform and name.");
   m.def("program_ops", &ProgramOps, "Names of the bytecode's operations, in the order of their numbers.");
-  m.def("cpu_isas", &fkl::SupportedIsas, "Instruction sets that this CPU supports, widest last.");
+  m.def("cpu_isas", &CpuIsas, "Instruction sets that this CPU supports, widest last.");
   m.def(
       "cpu_isa",
       [] {

@@ -17,6 +17,7 @@ from ._mask_mods import PrefixLM as PrefixLM
 from ._mask_mods import SegmentIds as SegmentIds
 from ._mask_mods import SlidingWindow as SlidingWindow
 from ._score_mods import ALiBi as ALiBi
+from ._score_mods import CallSizes as CallSizes
 from ._score_mods import RelativeBias as RelativeBias
 from ._score_mods import ScoreMod as ScoreMod
 from ._score_mods import SoftCap as SoftCap

@@ -1,6 +1,7 @@
 """`attention`: the one public call, its arguments and the way from them to a spec and
 operands."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from . import _backends, _compose, _validate, _vjp
 from ._block_mask import BlockMask
 from ._compose import MaskModLike, ScoreModLike
 from ._mask_mods import Causal
+from ._score_mods import CallSizes
 from ._spec import AttentionSpec
 
 Implementation = Literal["ffi", "xla"] | None
@@ -182,6 +184,15 @@ def attention(
         masks.insert(
             0, _compose.bottom_right(t, s) if causal == "bottom_right" else Causal()
         )
+    sizes = CallSizes(
+        batch=math.prod(batch),
+        num_q_heads=n,
+        q_seq_len=t,
+        kv_seq_len=s,
+        has_offsets=q_offset is not None or kv_offset is not None,
+    )
+    for mod in (*scores, *masks):
+        mod.check_call(sizes)
     score, score_captures = _compose.trace_scores(scores, acc)
     mask, mask_captures = _compose.trace_masks(masks)
     if mask is not None:
@@ -190,7 +201,7 @@ def attention(
     # Iotas rather than constants inside a kernel: they shard like the batch and the
     # heads, and stay global.
     if any(m.program is None or m.program.uses("b") for m in mods):
-        count = int(np.prod(batch))
+        count = sizes.batch
         operands["batch_index"] = jnp.arange(count, dtype=jnp.int32).reshape(batch)
     if any(m.program is None or m.program.uses("h") for m in mods):
         operands["head_index"] = jnp.arange(n, dtype=jnp.int32)

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from ._compose import checked_mask
 from ._mask_mods import Causal, MaskMod, SlidingWindow, as_mask_mod
 
 
@@ -113,8 +114,11 @@ class BlockMask:
         mod.check_signature("mask_mod")
         q_len, kv_len = _length(q_len, "q_len"), _length(kv_len, "kv_len")
 
+        def one(*indices: Any) -> Any:
+            return checked_mask(mod(*indices), mod)
+
         def live(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            over_kv = jax.vmap(mod, (None, None, None, 0))
+            over_kv = jax.vmap(one, (None, None, None, 0))
             over_q = jax.vmap(over_kv, (None, None, 0, None))
             over_h = jax.vmap(over_q, (None, 0, None, None))
             return jax.vmap(over_h, (0, None, None, None))(b, h, q, kv)
@@ -153,8 +157,10 @@ class BlockMask:
         of_q = jnp.asarray(q_ids)
         of_kv = of_q if kv_ids is None else jnp.asarray(kv_ids)
         for name, ids in (("q_ids", of_q), ("kv_ids", of_kv)):
-            if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-                raise ValueError(
+            is_int = jnp.issubdtype(ids.dtype, jnp.integer)
+            if ids.ndim != 2 or not is_int:
+                kind = ValueError if is_int else TypeError
+                raise kind(
                     f"attention: {name} of BlockMask.from_segment_ids is "
                     f"{ids.dtype}{list(ids.shape)}; it must be int "
                     "with shape (B, length)."
@@ -186,7 +192,8 @@ class BlockMask:
         or (B|1, N|1, T, S)."""
         array = jnp.asarray(dense)
         if array.dtype != jnp.bool_ or array.ndim not in (2, 3, 4):
-            raise ValueError(
+            kind = ValueError if array.dtype == jnp.bool_ else TypeError
+            raise kind(
                 "attention: dense of BlockMask.from_dense is "
                 f"{array.dtype}{list(array.shape)}; it must be bool with "
                 "shape (T, S), (N|1, T, S) or (B|1, N|1, T, S)."
@@ -226,7 +233,7 @@ class BlockMask:
 def _block_size(value: int, name: str) -> int:
     try:
         size = int(value.__index__())
-    except AttributeError:
+    except (AttributeError, jax.errors.TracerIntegerConversionError):
         raise TypeError(
             f"attention: {name} of BlockMask is {value!r}; it must be a Python int, "
             "since the geometry is static."

@@ -78,6 +78,28 @@ def trace_masks(mods: Sequence[MaskMod]) -> tuple[TracedMod | None, list[Any]]:
     return _trace_all("mask", tuple(mods), jnp.float32)
 
 
+def checked_mask(value: Any, mod: Mod) -> Any:
+    """Return what a mask returned; raise unless it is a bool scalar."""
+    _check_array(value, f"mask_mod {_name(mod)}", "a bool scalar")
+    kind = jnp.result_type(value)
+    if kind != jnp.bool_:
+        hint = (
+            "; a function that returns a score is a score_mod"
+            if jnp.issubdtype(kind, jnp.floating)
+            else ""
+        )
+        raise TypeError(
+            f"attention: mask_mod {_name(mod)} returned {kind}; it must return a bool "
+            f"scalar{hint}."
+        )
+    if jnp.shape(value):
+        raise ValueError(
+            f"attention: mask_mod {_name(mod)} returned an array of shape "
+            f"{jnp.shape(value)}; it must return a scalar."
+        )
+    return jnp.asarray(value)
+
+
 # --- private -------------------------------------------------------------------------
 
 
@@ -182,7 +204,7 @@ def _composed(kind: str, tree: Any, dtype: Any) -> Callable[..., Any]:
             return s
         live = None
         for mod in mods:
-            value = _checked_mask(mod(*scalars), mod)
+            value = checked_mask(mod(*scalars), mod)
             live = value if live is None else jnp.logical_and(live, value)
         return live
 
@@ -213,27 +235,6 @@ def _checked_score(value: Any, mod: Mod, dtype: Any) -> Any:
             "(it is called on one score at a time)."
         )
     return jax.lax.convert_element_type(value, dtype)
-
-
-def _checked_mask(value: Any, mod: Mod) -> Any:
-    _check_array(value, f"mask_mod {_name(mod)}", "a bool scalar")
-    kind = jnp.result_type(value)
-    if kind != jnp.bool_:
-        hint = (
-            "; a function that returns a score is a score_mod"
-            if jnp.issubdtype(kind, jnp.floating)
-            else ""
-        )
-        raise TypeError(
-            f"attention: mask_mod {_name(mod)} returned {kind}; it must return a bool "
-            f"scalar{hint}."
-        )
-    if jnp.shape(value):
-        raise ValueError(
-            f"attention: mask_mod {_name(mod)} returned an array of shape "
-            f"{jnp.shape(value)}; it must return a scalar."
-        )
-    return jnp.asarray(value)
 
 
 def _check_array(value: Any, where: str, due: str) -> None:

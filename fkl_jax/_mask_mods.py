@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._score_mods import Mod, as_int, as_param
+from ._score_mods import CallSizes, Mod, as_int, as_param
 
 
 class MaskMod(Mod):
@@ -79,6 +79,10 @@ class _Combined(MaskMod):
     def check_signature(self, where: str) -> None:
         for part in self.parts:
             part.check_signature(where)
+
+    def check_call(self, sizes: CallSizes) -> None:
+        for part in self.parts:
+            part.check_call(sizes)
 
 
 def _as_bool(value: Any, part: Any) -> Any:
@@ -165,6 +169,10 @@ class PrefixLM(MaskMod):
     def __init__(self, length: ArrayLike):
         super().__init__(_prefix_lm, as_int(length, "length of PrefixLM", (0, 1)))
 
+    def check_call(self, sizes: CallSizes) -> None:
+        if self.params[0].ndim:
+            sizes.check_axis("length of PrefixLM", self.params[0].shape, 0, "batch")
+
 
 class SegmentIds(MaskMod):
     """Live iff the segment ids of query and key are equal and not negative.
@@ -180,6 +188,15 @@ class SegmentIds(MaskMod):
             ids.append(as_int(kv_ids, "kv_ids of SegmentIds", (1, 2)))
         super().__init__(_segment_ids, *ids)
 
+    def check_call(self, sizes: CallSizes) -> None:
+        for name, ids, axis in (
+            ("q_ids of SegmentIds", self.params[0], "q_seq_len"),
+            ("kv_ids of SegmentIds", self.params[-1], "kv_seq_len"),
+        ):
+            if ids.ndim == 2:
+                sizes.check_axis(name, ids.shape, 0, "batch")
+            sizes.check_axis(name, ids.shape, -1, axis)
+
 
 class Padding(MaskMod):
     """Live iff `kv_idx < lengths[b]`.
@@ -190,6 +207,10 @@ class Padding(MaskMod):
 
     def __init__(self, lengths: ArrayLike):
         super().__init__(_padding, as_int(lengths, "lengths of Padding", (0, 1)))
+
+    def check_call(self, sizes: CallSizes) -> None:
+        if self.params[0].ndim:
+            sizes.check_axis("lengths of Padding", self.params[0].shape, 0, "batch")
 
 
 class DenseMask(MaskMod):
@@ -214,6 +235,14 @@ class DenseMask(MaskMod):
                 "(T, S), (N|1, T, S) or (B|1, N|1, T, S)."
             )
         super().__init__(_dense_mask, mask)
+
+    def check_call(self, sizes: CallSizes) -> None:
+        shape = self.params[0].shape
+        axes = ("batch", "num_q_heads", "q_seq_len", "kv_seq_len")[-len(shape) :]
+        for axis, what in enumerate(axes):
+            # The axes of batch and heads may be 1, then all share it.
+            if shape[axis] != 1 or what.endswith("seq_len"):
+                sizes.check_axis("array of DenseMask", shape, axis, what)
 
 
 def _check_not_negative(value: jax.Array, name: str) -> None:

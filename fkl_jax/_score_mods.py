@@ -1,6 +1,7 @@
 """Score mods: functions of one score and its indices, with parameters that are
 operands."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,52 @@ def _check_ndim(array: jax.Array, name: str, ndims: tuple[int, ...]) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CallSizes:
+    """The sizes of a call, which a mod's parameters must fit.
+
+    Attributes:
+        batch: product of the batch axes; `b` is below it.
+        num_q_heads: `h` is below it.
+        q_seq_len: T; `q_idx` is below it unless there are offsets.
+        kv_seq_len: S, likewise.
+        has_offsets: indices may be beyond T and S.
+    """
+
+    batch: int
+    num_q_heads: int
+    q_seq_len: int
+    kv_seq_len: int
+    has_offsets: bool
+
+    def check_axis(
+        self, name: str, shape: tuple[int, ...], axis: int, what: str
+    ) -> None:
+        """Raise ValueError if an axis that is read at `b`, `h`, `q_idx` or `kv_idx`
+        has another size than that index counts to; a read would clamp, in silence.
+
+        Args:
+            name: of the parameter, for the message.
+            shape: of the parameter.
+            axis: which must match.
+            what: "batch", "num_q_heads", "q_seq_len" or "kv_seq_len".
+        """
+        if self.has_offsets and what.endswith("seq_len"):
+            return
+        due = getattr(self, what)
+        if shape[axis] != due:
+            words = {
+                "batch": "batch",
+                "num_q_heads": "number of query heads",
+                "q_seq_len": "query length",
+                "kv_seq_len": "key length",
+            }
+            raise ValueError(
+                f"attention: {name} has shape {shape}; its axis {axis} must be the "
+                f"{words[what]}, {due}."
+            )
+
+
 class Mod:
     """What score mods and mask mods share: a static function and traced parameters."""
 
@@ -107,6 +154,11 @@ class Mod:
         return type(self).__module__ == __name__.rpartition(".")[
             0
         ] + "._score_mods" and (type(self) is not ScoreMod)
+
+    def check_call(self, sizes: CallSizes) -> None:
+        """Raise ValueError if the parameters do not fit a call. Does nothing here; a
+        subclass whose parameters have an axis per head, batch element or position
+        says so by overriding it."""
 
     def check_signature(self, where: str) -> None:
         """Raise TypeError if the function cannot take the scalars and the
@@ -175,6 +227,11 @@ class ALiBi(ScoreMod):
     def __init__(self, slopes: ArrayLike):
         super().__init__(_alibi, as_float(slopes, "slopes of ALiBi", (0, 1)))
 
+    def check_call(self, sizes: CallSizes) -> None:
+        if self.params[0].ndim:
+            shape = self.params[0].shape
+            sizes.check_axis("slopes of ALiBi", shape, 0, "num_q_heads")
+
 
 class RelativeBias(ScoreMod):
     """`s + table[h, clip(kv_idx - q_idx, -R, R) + R]`: a learned bias per distance.
@@ -191,6 +248,11 @@ class RelativeBias(ScoreMod):
                 "its last axis must be odd (2R + 1 distances)."
             )
         super().__init__(_relative_bias, array)
+
+    def check_call(self, sizes: CallSizes) -> None:
+        if self.params[0].ndim == 2:
+            shape = self.params[0].shape
+            sizes.check_axis("table of RelativeBias", shape, 0, "num_q_heads")
 
 
 class Temperature(ScoreMod):

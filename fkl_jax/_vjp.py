@@ -124,7 +124,13 @@ def _sinks_gradient(
     """The sink is a logit with value 0: its dP is 0, so its ds is `-P * D`, summed
     over batch and queries."""
     has_key = lse > -jnp.inf
-    probability = jnp.exp(jnp.where(has_key, sinks[:, None] - lse, -jnp.inf))
+    probability = jnp.exp(
+        jnp.where(
+            has_key,
+            jnp.expand_dims(sinks, tuple(range(lse.ndim - 2)) + (-1,)) - lse,
+            -jnp.inf,
+        )
+    )
     product = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
     delta = jnp.swapaxes(product, -1, -2) - dlse
     ds = jnp.where(has_key, -probability * delta, 0)

@@ -34,6 +34,8 @@ class ScoreEntry:
     loads: Callable[..., Any] = lambda mod, b, h, q, kv: [
         (n, ()) for n in range(len(mod.params))
     ]
+    # The primitive that no program has, if any: compiled backends must refuse.
+    refused: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,6 +296,7 @@ SCORE_MODS = {
             name="loop",
             make_params=lambda rng, z: (_positive(rng) / 4,),
             build=_captured(_loop),
+            refused="scan",
             value=_loop_twin,
         ),
         ScoreEntry(

@@ -226,7 +226,7 @@ def assert_close(
     wrong = ~(error <= allowed)  # also catches NaN
     if wrong.any():
         worst = np.argmax(np.where(np.isnan(error), np.inf, error - allowed))
-        where = tuple(int(i[worst]) for i in np.nonzero(finite))
+        where = tuple(int(i) for i in np.argwhere(finite)[worst])
         raise AssertionError(
             f"{what}: {wrong.sum()} of {wrong.size} values are wrong; at {where} got "
             f"{actual[where]!r}, exact {exact[where]!r}, error {error[worst]:.3g}, "

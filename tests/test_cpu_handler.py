@@ -1,8 +1,5 @@
-"""The custom calls of the C++ CPU backend, called directly, against NumPy in float64."""
+"""The custom calls of the C++ CPU backend themselves, against NumPy in float64."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 
 import jax
@@ -38,7 +35,11 @@ def assemble(records, num_registers, result, dscore=-1, grads=(), extra=()):
 
 def causal_code():  # kv <= q
     return assemble(
-        [("input", I32, 1, 0, Q), ("input", I32, 2, 0, KV), ("le.i32", BOOL, 2, 1, 1, 0)],
+        [
+            ("input", I32, 1, 0, Q),
+            ("input", I32, 2, 0, KV),
+            ("le.i32", BOOL, 2, 1, 1, 0),
+        ],
         2,
         2,
     )
@@ -102,7 +103,13 @@ class Case:
             max((x.shape[i] for x in self.operands.values()), key=lambda n: (n != 1, n))
             for i in range(num_vmap)
         ]
-        return tuple(vmap), q.shape[num_vmap:-3], q.shape[-3:], k.shape[-3:], v.shape[-1]
+        return (
+            tuple(vmap),
+            q.shape[num_vmap:-3],
+            q.shape[-3:],
+            k.shape[-3:],
+            v.shape[-1],
+        )
 
     def call(self, name, result_types, results, extra=()):
         derivative = name == BWD
@@ -145,7 +152,9 @@ class Case:
             x = self.operands[role]
             is_input = role in ("query", "key", "value")
             shape = vmap + x.shape[len(vmap) :]
-            types.append(jax.ShapeDtypeStruct(shape, x.dtype if is_input else jnp.float32))
+            types.append(
+                jax.ShapeDtypeStruct(shape, x.dtype if is_input else jnp.float32)
+            )
         extra = {"out": out, "lse": lse, "dout": dout}
         if dlse is not None:
             extra["dlse"] = dlse
@@ -156,8 +165,10 @@ class Case:
 def oracle(case, dout=None, dlse=None):
     """out, lse and the gradients by role in float64, with NumPy's broadcasting."""
     vmap, batch, (t, n, _), (s, k, _), _ = case.sizes()
-    ops = {r: np.asarray(x.astype(jnp.float64) if x.dtype.kind == "V" else x)
-           for r, x in case.operands.items()}
+    ops = {
+        r: np.asarray(x.astype(jnp.float64) if x.dtype.kind == "V" else x)
+        for r, x in case.operands.items()
+    }
     nv, nb = len(vmap), len(batch)
 
     def full(role, *inner):  # [*V, *B, *inner]
@@ -178,7 +189,9 @@ def oracle(case, dout=None, dlse=None):
     raw = np.einsum("...id,...jd->...ij", q, key)
     x = raw * scale
     if "bias" in ops:
-        x = x + np.broadcast_to(ops["bias"], vmap + batch + (n, t, s)).astype(np.float64)
+        x = x + np.broadcast_to(ops["bias"], vmap + batch + (n, t, s)).astype(
+            np.float64
+        )
     derivative = np.ones_like(x)
     if case.softcap is not None:
         tanh = np.tanh(x / case.softcap)
@@ -205,9 +218,12 @@ def oracle(case, dout=None, dlse=None):
         live &= j < full("kv_seq_lengths")[..., None, None, None]
     if "block_mask" in ops:
         blocks = full("block_mask", n, *ops["block_mask"].shape[-2:])
-        live &= blocks[..., np.arange(t) // case.block[0], :][
-            ..., np.arange(s) // case.block[1]
-        ] != 0
+        live &= (
+            blocks[..., np.arange(t) // case.block[0], :][
+                ..., np.arange(s) // case.block[1]
+            ]
+            != 0
+        )
     x = np.where(live, x, -np.inf)
     top = x.max(-1, initial=-np.inf)
     sink = np.full(top.shape, -np.inf)
@@ -216,9 +232,7 @@ def oracle(case, dout=None, dlse=None):
     top = np.maximum(top, sink)
     safe = np.where(np.isfinite(top), top, 0)
     with np.errstate(divide="ignore"):
-        lse = safe + np.log(
-            np.exp(x - safe[..., None]).sum(-1) + np.exp(sink - safe)
-        )
+        lse = safe + np.log(np.exp(x - safe[..., None]).sum(-1) + np.exp(sink - safe))
     p = np.exp(x - np.where(np.isfinite(lse), lse, 0)[..., None])
     out = np.einsum("...ij,...jd->...id", p, v)
     if dout is None:
@@ -230,7 +244,9 @@ def oracle(case, dout=None, dlse=None):
     ds = p * (dp - delta[..., None]) * derivative
 
     def reduce_to(x, shape, ndim_v=nv):  # sums over what the operand broadcasts
-        axes = tuple(a for a in range(ndim_v, x.ndim) if shape[a] == 1 and x.shape[a] != 1)
+        axes = tuple(
+            a for a in range(ndim_v, x.ndim) if shape[a] == 1 and x.shape[a] != 1
+        )
         return x.sum(axes, keepdims=True)
 
     def grouped(x):  # [*V, *B, N, L, D] -> [*V, *B, L, K, D]
@@ -347,8 +363,15 @@ def poisoned(case):
     if "q_seq_lengths" in operands:
         poison("query", operands["q_seq_lengths"], t)
     return Case(
-        operands, case.num_batch_dims, case.block, case.causal, case.softcap,
-        case.table, case.full_precision, case.deterministic, case.results,
+        operands,
+        case.num_batch_dims,
+        case.block,
+        case.causal,
+        case.softcap,
+        case.table,
+        case.full_precision,
+        case.deterministic,
+        case.results,
     )
 
 

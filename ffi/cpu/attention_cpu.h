@@ -12,25 +12,6 @@
 
 namespace fkl {
 
-inline int SizeOf(DType dtype) {
-  switch (dtype) {
-    case DType::kBool:
-    case DType::kS8:
-    case DType::kU8:
-      return 1;
-    case DType::kBF16:
-    case DType::kF16:
-    case DType::kS16:
-    case DType::kU16:
-      return 2;
-    case DType::kF64:
-    case DType::kS64:
-      return 8;
-    default:
-      return 4;
-  }
-}
-
 // The parts of an array that belong to the elements of *V x *B ("outer" elements, numbered row-major), broadcast or not.
 struct OuterOffsets {
   int64_t step = 0;             // offset = outer * step, unless there is a table

@@ -9,10 +9,8 @@ extern const IsaKernels kKernelsAvx2;
 extern const IsaKernels kKernelsAvx512;
 extern const IsaKernels kKernelsAvx512Bf16;
 
-namespace {
-
 // Includes the operating system's part: whether it saves the wide registers.
-std::vector<const IsaKernels*> Supported() {
+std::vector<const IsaKernels*> SupportedIsas() {
   std::vector<const IsaKernels*> kernels = {&kKernelsPortable};
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
@@ -26,8 +24,10 @@ std::vector<const IsaKernels*> Supported() {
   return kernels;
 }
 
+namespace {
+
 IsaChoice Choose() {
-  const std::vector<const IsaKernels*> supported = Supported();
+  const std::vector<const IsaKernels*> supported = SupportedIsas();
   const char* wanted = std::getenv("FKL_JAX_CPU_ISA");
   if (wanted == nullptr || *wanted == '\0') return {.kernels = supported.back(), .error = {}};
   std::string names;
@@ -46,12 +46,6 @@ IsaChoice Choose() {
 const IsaChoice& SelectIsa() {
   static const IsaChoice choice = Choose();
   return choice;
-}
-
-std::vector<std::string> SupportedIsas() {
-  std::vector<std::string> names;
-  for (const IsaKernels* kernels : Supported()) names.push_back(kernels->name);
-  return names;
 }
 
 }  // namespace fkl

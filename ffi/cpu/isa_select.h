@@ -18,8 +18,8 @@ struct IsaChoice {
 // one named by the environment variable FKL_JAX_CPU_ISA.
 const IsaChoice& SelectIsa();
 
-// Names of the sets that this CPU and operating system support, widest last.
-std::vector<std::string> SupportedIsas();
+// The sets that this CPU and operating system support, widest last.
+std::vector<const IsaKernels*> SupportedIsas();
 
 }  // namespace fkl
 

@@ -17,12 +17,9 @@
 #include <string>
 #include <vector>
 
+#include "cpu/isa_select.h"
 #include "cpu/program.h"
 #include "cpu/scalar_ops.h"
-
-void FillTable_portable(fkl::IsaKernels* table);
-void FillTable_avx2(fkl::IsaKernels* table);
-void FillTable_avx512(fkl::IsaKernels* table);
 
 namespace fkl {
 namespace {
@@ -67,18 +64,7 @@ int AsBits(float x) {
 
 std::vector<IsaKernels> AllIsas() {
   std::vector<IsaKernels> tables;
-  const auto add = [&](const char* name, void (*fill)(IsaKernels*)) {
-    IsaKernels table = {};
-    fill(&table);
-    table.name = name;
-    tables.push_back(table);
-  };
-  add("portable", FillTable_portable);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) add("avx2", FillTable_avx2);
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    add("avx512", FillTable_avx512);
-  }
+  for (const IsaKernels* kernels : SupportedIsas()) tables.push_back(*kernels);
   return tables;
 }
 
