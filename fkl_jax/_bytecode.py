@@ -4,6 +4,8 @@ Values that depend only on (b, h) or on the query row are scalars, computed once
 head or row; the rest are rows of scores, whose registers are assigned here by liveness.
 """
 
+from typing import Any
+
 import numpy as np
 
 from ._program import BOOL, F32, I32, OPS, Program
@@ -143,7 +145,7 @@ def _unit_stride(program: Program, stages: list[int]) -> list[bool]:
     return unit
 
 
-def _is_wrapped(program: Program, unit: list[bool], node) -> bool:
+def _is_wrapped(program: Program, unit: list[bool], node: Any) -> bool:
     """`x < 0 ? x + size : x`: what JAX makes of an index that may be negative."""
     if node.op != "select":
         return False

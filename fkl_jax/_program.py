@@ -495,7 +495,7 @@ _FOLD: dict[str, Callable[..., Any]] = {
 # returns a value
 
 
-def _arith(name: str, bools: str | None = None):
+def _arith(name: str, bools: str | None = None) -> Callable[..., int]:
     def build(e: _Emitter, types: list[str], xs: list[int], p: Any) -> int:
         kind = types[0]
         if kind == BOOL:
@@ -507,7 +507,7 @@ def _arith(name: str, bools: str | None = None):
     return build
 
 
-def _only(op: str, kind: str):
+def _only(op: str, kind: str) -> Callable[..., int]:
     def build(e: _Emitter, types: list[str], xs: list[int], p: Any) -> int:
         if types[0] != kind:
             raise _trace.Unsupported(f"`{op.split('.')[0]}` of {types[0]}")
@@ -516,7 +516,7 @@ def _only(op: str, kind: str):
     return build
 
 
-def _compare(name: str, swap: bool = False):
+def _compare(name: str, swap: bool = False) -> Callable[..., int]:
     def build(e: _Emitter, types: list[str], xs: list[int], p: Any) -> int:
         a, b = xs[::-1] if swap else xs
         if types[0] == BOOL:
@@ -530,7 +530,7 @@ def _compare(name: str, swap: bool = False):
     return build
 
 
-def _logical(name: str):
+def _logical(name: str) -> Callable[..., int]:
     def build(e: _Emitter, types: list[str], xs: list[int], p: Any) -> int:
         return e.emit(f"{name}.{types[0]}", types[0], *xs)
 

@@ -10,7 +10,7 @@ what a mod means.
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ class Unsupported(Exception):
 load_p = jex_core.Primitive("fkl_load")
 
 
-@load_p.def_abstract_eval
+@load_p.def_abstract_eval  # type: ignore[untyped-decorator]
 def _load_aval(*indices: Any, capture: int, shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.core.ShapedArray((), np.dtype(dtype))
 
@@ -275,7 +275,7 @@ def _unwrap(function: Any) -> Any:
     return getattr(function, "__wrapped__", function)
 
 
-def _walk(jaxpr: Any):
+def _walk(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():

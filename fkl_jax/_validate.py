@@ -254,7 +254,7 @@ def _to_int32(x: jax.Array) -> jax.Array:
         return x
     # Saturate: a 64-bit length beyond any array must not wrap to a negative one.
     if x.dtype.itemsize >= 4:
-        info = jnp.iinfo(jnp.int32)
+        info = np.iinfo(np.int32)
         low = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else info.min
         x = jnp.clip(x, low, info.max)
     return x.astype(jnp.int32)

@@ -392,6 +392,7 @@ def check(problem: Problem, actual) -> None:
         oracle.assert_close(
             grad, grads[name], plain_grads[name], magnitudes[name],
             factor=4, score_size=score_size, what=f"gradient of {name}",
+            storage=np.dtype(case.dtype),
         )  # fmt: skip
 
 

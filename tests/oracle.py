@@ -92,7 +92,7 @@ def attention(
         inputs.append(score)
         loaded.append(values)
         with np.errstate(all="ignore"):
-            score = real(mod.value(score, b, h, qi, kj, *values))
+            score = real(mod.value(score, b, h, real(qi), real(kj), *values))
             score = np.broadcast_to(score, raw.shape)
         size = size + abs(score)
 
@@ -142,7 +142,7 @@ def attention(
                 moved = [a.astype(stepped) if i == n else a for i, a in enumerate(args)]
                 moved[n] = moved[n] + stepped(1j * step)
                 with np.errstate(all="ignore"):
-                    y = mod.value(moved[0], b, h, qi, kj, *moved[1:])
+                    y = mod.value(moved[0], b, h, real(qi), real(kj), *moved[1:])
                 y = np.broadcast_to(np.asarray(y, stepped), raw.shape)
                 return np.where(live, y.imag / compute(step), 0).astype(compute)
 
@@ -197,21 +197,24 @@ def assert_close(
     factor: float,
     score_size: float,
     what: str,
+    storage: np.dtype | None = None,
 ) -> None:
     """Hold the error of `actual` to `factor` times that of the plain version.
 
     The floor is what rounding can do to any order of the same operations, computed
     from the data: a result is rounded to its dtype (`eps * |exact|`); each of its
     terms, whose absolute values add up to `size`, carries the relative error of a
-    probability, `eps32 * (a few + score_size)`, and for a half-precision storage dtype
-    half an ulp of the probability or of the score gradient.
+    probability, `eps32 * (a few + score_size)`, and for a half-precision `storage`
+    dtype (by default that of the result) half an ulp of the probability, of the score
+    gradient or of the stored output.
     """
     actual = np.asarray(actual)
     compute = eps(np.float64 if actual.dtype == np.float64 else np.float32)
     own = eps(actual.dtype)
     floor = compute * (4 + score_size) * size
-    if own > compute:
-        floor = floor + 0.5 * own * size
+    stored = own if storage is None else max(own, eps(storage))
+    if stored > compute:
+        floor = floor + 0.5 * stored * size
     assert actual.shape == exact.shape, f"{what}: {actual.shape} != {exact.shape}"
     actual = actual.astype(np.float64)
     finite = np.isfinite(exact)
