@@ -6,6 +6,7 @@ atomics, or, for deterministic calls, computed by a kernel of its own that owns 
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from fkl_jax._cuda_launch import Kernel, Launch
 from fkl_jax._tuning import Plan, TuneKey
@@ -67,6 +68,9 @@ class QueriesTile:
 
     def accumulators(self, head_dim: int, value_head_dim: int) -> int:
         return self.kv + head_dim // 2
+
+
+_Tile = TypeVar("_Tile", KeysTile, QueriesTile)
 
 
 def _keys(*tiles: tuple[int, int, int, int]) -> tuple[KeysTile, ...]:
@@ -216,7 +220,7 @@ def _itemsize(key: TuneKey) -> int:
     return 4 if key.dtype == "float32" else 2
 
 
-def _first_that_fits[T: (KeysTile, QueriesTile)](key: TuneKey, tiles: Iterable[T]) -> T:
+def _first_that_fits(key: TuneKey, tiles: Iterable[_Tile]) -> _Tile:
     for tile in tiles:
         sizes = key.head_dim, key.value_head_dim
         shared_bytes = tile.shared_bytes(*sizes, _itemsize(key))
