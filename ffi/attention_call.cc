@@ -262,6 +262,14 @@ const Array* AttentionCall::Result(std::string_view role) const {
   return &array;
 }
 
+// Bytes, as many as the launch record asks for.
+const Array* AttentionCall::Workspace() const {
+  const auto found = results_.find("workspace");
+  if (found == results_.end()) return nullptr;
+  CheckDType("workspace", found->second.dtype, kUInt8);
+  return &found->second;
+}
+
 void AttentionCall::CheckForwardResults() const {
   const size_t num_known = 2 + results_.contains("workspace");
   if (results_.size() != num_known || !results_.contains("out") || !results_.contains("lse")) {

@@ -54,6 +54,7 @@ class AttentionCall {
   const Array* Operand(std::string_view role) const;
   const Array* Result(std::string_view role) const;
   const Array& Required(std::string_view role) const;
+  const Array* Workspace() const;
   int num_captures() const { return num_captures_; }
   const Array& Capture(int number) const;
 

@@ -10,6 +10,7 @@
 #include "cpu/attention_cpu.h"
 #include "cpu/isa_select.h"
 #include "cpu/program_ops.h"
+#include "cuda/cuda_bindings.h"
 
 namespace nb = nanobind;
 
@@ -54,6 +55,7 @@ NB_MODULE(_ext, m) {
         cpu["fkl_attention_fwd"] = CapsuleOf(fkl::AttentionForwardCpu);
         cpu["fkl_attention_bwd"] = CapsuleOf(fkl::AttentionBackwardCpu);
         platforms["cpu"] = cpu;
+        platforms["CUDA"] = fkl::cuda::Handlers();
         return platforms;
       },
       "Handlers of the custom calls by platform and name.");
@@ -69,4 +71,5 @@ NB_MODULE(_ext, m) {
       "The instruction set in use; ValueError if FKL_JAX_CPU_ISA names one that this CPU lacks.");
   m.def("tile_counts", &TakeTileCounts,
         "Tiles of scores classified since the last call: full, mixed (looked at element by element) and dead.");
+  fkl::cuda::Bind(m);
 }
