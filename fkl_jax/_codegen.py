@@ -45,8 +45,6 @@ def backward_glue(
     """
     operands = spec.named(avals[: len(avals) - len(_SAVED)])
     _check(spec, operands)
-    if spec.deterministic:
-        _check_deterministic(spec, operands, results)
     merged = merges_query_heads(spec, operands)
     plan = choose_plan(tune_key(spec, operands, results, merged_query=merged))
     score = spec.score.program if spec.score else None
@@ -86,21 +84,6 @@ def _check(spec: AttentionSpec, operands: dict[str, Any]) -> None:
             f"the mods read {len(spec.capture_ndims)} arrays; the CUDA kernels take "
             f"at most {MAX_CAPTURES}"
         )
-
-
-def _check_deterministic(
-    spec: AttentionSpec, operands: dict[str, Any], results: Sequence[str]
-) -> None:
-    """Gradients that several blocks add to one element have no fixed order."""
-    if any(r.startswith("capture.") for r in results):
-        raise NotImplementedError(
-            "deterministic gradients of arrays that a score_mod reads"
-        )
-    if "bias" in results:
-        query, key = operands["query"].shape, operands["key"].shape
-        full = (*query[:-3], query[-2], query[-3], key[-3])
-        if operands["bias"].shape != full:
-            raise NotImplementedError("deterministic gradients of a broadcast bias")
 
 
 # --- the text ------------------------------------------------------------------------

@@ -194,7 +194,7 @@ FKL_DEVICE float tanh_f32(float x) {
 
 // x minus the nearest multiple of pi / 2, and which one that is, modulo 4. The library's sine
 // inlines a loop over memory for large arguments, once per score; here those take double precision
-// (good to 2^50, beyond: some value in range).
+// (good to 2^50; beyond, 0 stands for what nobody knows).
 FKL_DEVICE float reduce_angle(float x, int* quadrant) {
   constexpr float kLargest = 48000.0f;
   if (!(fabsf(x) > kLargest)) {
@@ -207,8 +207,9 @@ FKL_DEVICE float reduce_angle(float x, int* quadrant) {
   }
   const double n = rint(x * 0.63661977236758134308);
   *quadrant = static_cast<int>(static_cast<long long>(n)) & 3;
-  return static_cast<float>(
+  const float r = static_cast<float>(
       fma(n, -6.123233995736766036e-17, fma(n, -1.5707963267948965580, static_cast<double>(x))));
+  return fabsf(r) <= 1.0f ? r : x - x;
 }
 
 // On [-pi / 4, pi / 4].
