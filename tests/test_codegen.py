@@ -13,7 +13,7 @@ import pytest
 from jax.extend import core as jex_core
 
 import fkl_jax
-from fkl_jax import _codegen
+from fkl_jax import _codegen, _functors
 from fkl_jax._compose import split_mods, trace_masks, trace_scores
 from fkl_jax._mask_mods import as_mask_mod
 from fkl_jax._program import BOOL, F32, I32
@@ -129,7 +129,7 @@ def scores(tmp_path_factory):
     text = '#include "attention/mods.cuh"\n'
     for name in _names(SCORES):
         program = _traced(name)[0].program
-        functor = "\n".join(_codegen._functor("ScoreMod", program, ALL_CAPTURES))
+        functor = "\n".join(_functors.functor("ScoreMod", program, ALL_CAPTURES))
         text += HARNESS.format(name=name, functor=functor)
     return on_cpu.compile_text(text, tmp_path_factory.mktemp("scores"))
 
@@ -255,7 +255,7 @@ EXACT |= {"padding", "nothing"}
 def masks(tmp_path_factory):
     text = '#include "attention/interval.cuh"\n'
     for name in _names(catalogue.MASK_MODS):
-        functor = "\n".join(_codegen._functor("MaskMod", _traced(name)[0].program, ()))
+        functor = "\n".join(_functors.functor("MaskMod", _traced(name)[0].program, ()))
         text += MASK_HARNESS.format(name=name, functor=functor)
     return on_cpu.compile_text(text, tmp_path_factory.mktemp("masks"))
 
@@ -299,14 +299,14 @@ def test_equal_programs_print_equal_texts_that_depend_on_what_is_asked_for():
         return trace_scores([mod], jnp.float32)[0].program
 
     first, second = build(), build()
-    text = list(_codegen._functor("ScoreMod", first, ALL_CAPTURES))
-    assert text == list(_codegen._functor("ScoreMod", second, ALL_CAPTURES))
+    text = list(_functors.functor("ScoreMod", first, ALL_CAPTURES))
+    assert text == list(_functors.functor("ScoreMod", second, ALL_CAPTURES))
     assert text[0] == '#line 1 "score program"'
-    without = list(_codegen._functor("ScoreMod", first, ()))
+    without = list(_functors.functor("ScoreMod", first, ()))
     assert any("add_sum" in x for x in text) and not any(
         "add_sum" in x for x in without
     )
-    forward = "\n".join(_codegen._functor("ScoreMod", first.forward(), ()))
+    forward = "\n".join(_functors.functor("ScoreMod", first.forward(), ()))
     assert "derivative" not in forward and "Grads" not in forward
 
 
@@ -314,7 +314,7 @@ def test_no_function_per_score_where_one_per_head_is_enough():
     cap = jnp.float32(2.0)
     mod = fkl_jax.ScoreMod(lambda s, b, h, q, kv: s / (cap * h + jnp.exp(q / 8.0)))
     program = trace_scores([mod], jnp.float32)[0].program.forward()
-    text = "\n".join(_codegen._functor("ScoreMod", program, ()))
+    text = "\n".join(_functors.functor("ScoreMod", program, ()))
     per_score = text[text.index("float score(") :]
     assert (
         "exp" not in per_score and "div" not in per_score and "capture" not in per_score
@@ -334,4 +334,4 @@ def test_no_function_per_score_where_one_per_head_is_enough():
     ],
 )
 def test_literals_are_the_exact_values(kind, value, text):
-    assert _codegen._literal(kind, value) == text
+    assert _functors._literal(kind, value) == text

@@ -9,7 +9,7 @@ import numpy as np
 import on_cpu
 import pytest
 
-from fkl_jax import _codegen
+from fkl_jax import _functors
 from fkl_jax._program import BOOL, F32, I32, OPS, Node, Program
 
 _BINARY = {"add", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2"} | {
@@ -224,7 +224,7 @@ extern "C" void op{number}_run(const void** captures, int count, float* value) {
 def operations(tmp_path_factory):
     text = '#include "attention/mods.cuh"\n'
     for number, op in enumerate(ALL_OPS):
-        functor = "\n".join(_codegen._functor("ScoreMod", _single(op), ()))
+        functor = "\n".join(_functors.functor("ScoreMod", _single(op), ()))
         text += OP_HARNESS.format(number=number, functor=functor)
     return on_cpu.compile_text(text, tmp_path_factory.mktemp("operations"))
 
@@ -256,4 +256,4 @@ def test_each_operation_means_what_the_programs_say(operations, op):
 
 
 def test_every_operation_of_programs_has_an_expression():
-    assert set(_codegen._EXPRESSION) == set(ALL_OPS)
+    assert set(_functors._EXPRESSION) == set(ALL_OPS)
