@@ -1,5 +1,6 @@
 """The backends in order of preference; each answers yes, or says why not."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -31,7 +32,12 @@ def report() -> list[tuple[str, bool, str]]:
         reason is None,
         reason or f"C++ kernels for float32, bfloat16 and float16 ({_isa()})",
     )
-    cuda = ("ffi on cuda", False, _NO_CUDA)
+    missing = why_no_cuda()
+    cuda = (
+        "ffi on cuda",
+        missing is None,
+        missing or "CUDA kernels for float32, bfloat16 and float16, made when needed",
+    )
     return [cpu, cuda, ("xla", True, "plain JAX, every platform, float64 too")]
 
 
@@ -46,12 +52,12 @@ def choose(
     """
     if implementation == "xla":
         return "xla"
+    platform = _platform()
     reason = _why_not_compiled(spec, operands)
-    if reason is None and implementation is None:
-        reason = _why_not_preferred()
-        if reason is not None:
-            _announce(reason)
-            return "xla"
+    if reason is None and platform in _CUDA:
+        reason = why_no_cuda() or _why_not_cuda(spec, operands)
+    elif reason is None and implementation is None and platform != "cpu":
+        reason = f"there are no kernels for {platform}"
     if reason is None:
         return "ffi"
     if implementation == "ffi":
@@ -60,13 +66,54 @@ def choose(
             f"  ffi: {reason}\n  xla: not asked for; implementation=None or 'xla' "
             "runs it in plain JAX."
         )
-    _announce(reason)
+    announce(reason)
     return "xla"
+
+
+@functools.cache
+def why_no_cuda() -> str | None:
+    """Why the CUDA kernels cannot run in this process, or None."""
+    missing = _ffi.register()
+    if missing is not None:
+        return missing
+    from . import _ext
+
+    try:
+        devices = _ext.cuda_devices()
+        _ext.nvrtc_version()
+    except RuntimeError as e:
+        return str(e)
+    return None if devices else "the NVIDIA driver finds no GPU"
+
+
+def check_cuda_runs() -> None:
+    """Raise NotImplementedError if JAX has a GPU that the kernels cannot run on.
+
+    Without one a call is lowered for another machine, of which nothing is known."""
+    try:
+        has_gpu = bool(jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        has_gpu = False
+    missing = why_no_cuda() if has_gpu else None
+    if missing is not None:
+        raise NotImplementedError(missing)
+
+
+def announce(reason: str) -> None:
+    """Warn, once per reason, that a call runs in plain JAX."""
+    if reason not in _announced:
+        _announced.add(reason)
+        warnings.warn(
+            f"attention runs in plain JAX (implementation='xla'), because {reason}. "
+            "Pass implementation='xla' to choose this silently.",
+            FallbackWarning,
+            stacklevel=5,
+        )
 
 
 # --- private -------------------------------------------------------------------------
 
-_NO_CUDA = "the CUDA kernels are not part of this version"
+_CUDA = ("gpu", "cuda")
 
 
 def _isa() -> str:
@@ -100,24 +147,31 @@ def _why_not_compiled(spec: AttentionSpec, operands: dict[str, Any]) -> str | No
     return None
 
 
-def _why_not_preferred() -> str | None:
-    """Why the custom call would not run on the default device of this process."""
-    platform = jax.default_backend()
-    if platform == "cpu":
-        return None
-    return (
-        _NO_CUDA
-        if platform in ("gpu", "cuda")
-        else f"there are no kernels for {platform}"
+def _platform() -> str:
+    """Where a call runs unless its arrays say otherwise."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else str(device.platform)
+
+
+def _why_not_cuda(spec: AttentionSpec, operands: dict[str, Any]) -> str | None:
+    if not all(isinstance(d, int) for x in operands.values() for d in x.shape):
+        return "the CUDA kernels need shapes that are numbers"
+    return _cuda_refusal(
+        spec, tuple((x.shape, jnp.dtype(x.dtype)) for x in operands.values())
     )
 
 
-def _announce(reason: str) -> None:
-    if reason not in _announced:
-        _announced.add(reason)
-        warnings.warn(
-            f"attention runs in plain JAX (implementation='xla'), because {reason}. "
-            "Pass implementation='xla' to choose this silently.",
-            FallbackWarning,
-            stacklevel=5,
-        )
+@functools.lru_cache(maxsize=4096)
+def _cuda_refusal(
+    spec: AttentionSpec, arrays: tuple[tuple[tuple[int, ...], Any], ...]
+) -> str | None:
+    """Ask the code generator; an eager call must not print its kernels every time."""
+    from ._codegen import forward_glue
+
+    try:
+        forward_glue(spec, [jax.ShapeDtypeStruct(*array) for array in arrays])
+    except NotImplementedError as refusal:
+        return str(refusal)
+    return None

@@ -31,7 +31,19 @@ CACHE_DIR = Variable(
     allowed="a folder",
     meaning="where compiled kernels are kept (the CPU backend compiles none)",
 )
-VARIABLES = (CPU_ISA, CACHE_DIR)
+DUMP_DIR = Variable(
+    name="FKL_JAX_DUMP_DIR",
+    default="nothing is kept",
+    allowed="a folder",
+    meaning="where the CUDA source, compiler log and binary of each compiled call go",
+)
+NVRTC = Variable(
+    name="FKL_JAX_NVRTC",
+    default="what JAX uses, the installed packages, the loader's path",
+    allowed="a file, libnvrtc.so.12 or libnvrtc.so.13",
+    meaning="the CUDA compiler library to use",
+)
+VARIABLES = (CPU_ISA, CACHE_DIR, DUMP_DIR, NVRTC)
 
 
 def cache_dir() -> str:
@@ -39,4 +51,9 @@ def cache_dir() -> str:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(
         os.path.expanduser("~"), ".cache"
     )
-    return CACHE_DIR.value() or os.path.join(base, "fkl_jax")
+    return os.path.expanduser(CACHE_DIR.value() or os.path.join(base, "fkl_jax"))
+
+
+def dump_dir() -> str:
+    """Return the folder for compiled sources, or an empty string."""
+    return os.path.expanduser(DUMP_DIR.value() or "")

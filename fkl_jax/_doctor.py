@@ -24,6 +24,7 @@ def report() -> str:
         ("versions", _versions),
         ("platform", _platform),
         ("cpu kernels", _cpu_kernels),
+        ("gpu", _gpu),
         ("backends", _backends),
         ("cache", _cache),
         ("environment variables", _variables),
@@ -140,6 +141,44 @@ def _cpu_kernels() -> Lines:
     return [("in use", cpu_isa()), ("runnable here", _attempt(available))]
 
 
+def _gpu() -> Lines:
+    """What the CUDA kernels need; "not known" of one is a missing piece, not a bug."""
+    return [
+        ("devices", _gpu_line(_gpus)),
+        ("driver", _gpu_line(_driver)),
+        ("nvrtc", _gpu_line(_nvrtc)),
+    ]
+
+
+def _gpu_line(find: Callable[[], str]) -> str:
+    try:
+        return find()
+    except RuntimeError as error:  # the extension's own sentence
+        return f"none: {error}"
+    except Exception as error:  # see the module's docstring
+        return _not_found(error)
+
+
+def _gpus() -> str:
+    devices = _extension().cuda_devices()
+    return "; ".join(
+        f"{d['name']}, compute capability {d['arch'] / 10:.1f}, "
+        f"{d['num_multiprocessors']} multiprocessors, "
+        f"{d['max_shared_bytes']} bytes of shared memory per block"
+        for d in devices
+    )
+
+
+def _driver() -> str:
+    version = _extension().cuda_driver_version()
+    return f"for CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _nvrtc() -> str:
+    major, minor, path = _extension().nvrtc_version()
+    return f"{major}.{minor} ({path})"
+
+
 def _backends() -> Lines:
     """Each backend with yes or no and its reason, and what the default takes here."""
     answers = list(importlib.import_module("fkl_jax._backends").report())
@@ -162,7 +201,15 @@ def _choice(available: set[str]) -> str:
 
 def _cache() -> Lines:
     folder = importlib.import_module("fkl_jax._config").cache_dir()
-    return [("folder", f"{folder} ({_attempt(lambda: _folder_state(folder))})")]
+    return [
+        ("folder", f"{folder} ({_attempt(lambda: _folder_state(folder))})"),
+        ("compiled kernels", _attempt(lambda: _entries(folder))),
+    ]
+
+
+def _entries(folder: str) -> str:
+    sizes = [e.stat().st_size for e in pathlib.Path(folder, "cuda").glob("*.cubin")]
+    return f"{len(sizes)} entries, {sum(sizes) / 2**20:.1f} MiB" if sizes else "none"
 
 
 def _folder_state(folder: str | os.PathLike[str]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import _ffi, _reference
+from . import _backends, _ffi, _reference
 from ._spec import AttentionSpec
 
 fwd_p = Primitive("fkl_attention_fwd")
@@ -85,16 +85,33 @@ def _bwd_reference(
     return list(_reference.backward(spec, operands[:n], out, lse, dout, dlse, results))
 
 
-def _fwd_custom_call(*operands: Any, spec: AttentionSpec) -> list[jax.Array]:
-    avals = _fwd_avals(*map(jax.typeof, operands), spec=spec)
-    return list(_ffi.call_forward(spec, operands, *avals))
+def _fwd_custom_call(
+    *operands: Any, spec: AttentionSpec, platform: str
+) -> list[jax.Array]:
+    out, lse = _fwd_avals(*map(jax.typeof, operands), spec=spec)
+    return list(_ffi.call_forward(spec, operands, out, lse, platform))
 
 
 def _bwd_custom_call(
-    *operands: Any, spec: AttentionSpec, results: tuple[str, ...]
+    *operands: Any, spec: AttentionSpec, results: tuple[str, ...], platform: str
 ) -> list[Any]:
     avals = _bwd_avals(*map(jax.typeof, operands), spec=spec, results=results)
-    return _ffi.call_backward(spec, operands, results, avals)
+    return _ffi.call_backward(spec, operands, results, avals, platform)
+
+
+def _or_reference(custom_call: Any, reference: Any) -> Any:
+    """Plain JAX, announced, for what only the shapes and results at hand show that the
+    CUDA kernels cannot take: vmap axes, gradients."""
+
+    def lowered(*operands: Any, **params: Any) -> Any:
+        try:
+            _backends.check_cuda_runs()
+            return custom_call(*operands, **params, platform="cuda")
+        except NotImplementedError as refusal:
+            _backends.announce(str(refusal))
+            return reference(*operands, **params)
+
+    return lowered
 
 
 def _batch(
@@ -142,9 +159,13 @@ def _define(p: Primitive, avals: Any, reference: Any, custom_call: Any) -> None:
 
     p.def_impl(impl)
     mlir.register_lowering(p, mlir.lower_fun(reference, multiple_results=True))
-    for platform in ("cpu", "cuda"):
+    lowerings = {
+        "cpu": functools.partial(custom_call, platform="cpu"),
+        "cuda": _or_reference(custom_call, reference),
+    }
+    for platform, lowering in lowerings.items():
         mlir.register_lowering(
-            p, mlir.lower_fun(custom_call, multiple_results=True), platform=platform
+            p, mlir.lower_fun(lowering, multiple_results=True), platform=platform
         )
     batching.primitive_batchers[p] = functools.partial(_batch, p)
     ad.primitive_jvps[p] = functools.partial(_jvp, p, reference)

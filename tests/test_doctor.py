@@ -12,6 +12,7 @@ SECTIONS = (
     "versions",
     "platform",
     "cpu kernels",
+    "gpu",
     "backends",
     "cache",
     "environment variables",
