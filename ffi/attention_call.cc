@@ -40,8 +40,7 @@ struct AttentionCall::Role {
   bool may_broadcast_batch = false;
 };
 
-AttentionCall::AttentionCall(int64_t num_batch_dims, BlockSizes blocks, Arrays operands,
-                             Arrays results)
+AttentionCall::AttentionCall(int64_t num_batch_dims, BlockSizes blocks, Arrays operands, Arrays results)
     : operands_(std::move(operands)), results_(std::move(results)), blocks_(blocks) {
   CheckKnownRoles();
   FindSizes(num_batch_dims);
@@ -99,26 +98,24 @@ void AttentionCall::FindSizes(int64_t num_batch_dims) {
   const Array& value = get("value");
   const auto rank = static_cast<int64_t>(query.dims.size());
   if (num_batch_dims < 0 || rank < num_batch_dims + 3) {
-    throw InvalidCall("query has shape " + ShapeText(query.dims) + "; with num_batch_dims=" +
-                      std::to_string(num_batch_dims) + " it needs (*batch, T, N, H)");
+    throw InvalidCall("query has shape " + ShapeText(query.dims) +
+                      "; with num_batch_dims=" + std::to_string(num_batch_dims) + " it needs (*batch, T, N, H)");
   }
   CheckSame("the rank of key", static_cast<int64_t>(key.dims.size()), "the rank of query", rank);
-  CheckSame("the rank of value", static_cast<int64_t>(value.dims.size()), "the rank of query",
-            rank);
+  CheckSame("the rank of value", static_cast<int64_t>(value.dims.size()), "the rank of query", rank);
   const auto num_vmap_axes = static_cast<size_t>(rank - num_batch_dims - 3);
   vmap_dims_.assign(num_vmap_axes, 1);
   for (const auto& [role, array] : operands_) {
     num_captures_ += role.starts_with(kCapture);
     if (array.dims.size() < num_vmap_axes) {
-      throw InvalidCall(role + " has shape " + ShapeText(array.dims) +
-                        "; like query it must start with " + std::to_string(num_vmap_axes) +
-                        " vmap axes");
+      throw InvalidCall(role + " has shape " + ShapeText(array.dims) + "; like query it must start with " +
+                        std::to_string(num_vmap_axes) + " vmap axes");
     }
     for (size_t axis = 0; axis < num_vmap_axes; ++axis) {
       if (array.dims[axis] == 1) continue;
       if (vmap_dims_[axis] != 1 && vmap_dims_[axis] != array.dims[axis]) {
-        CheckSame("vmap axis " + std::to_string(axis) + " of " + role, array.dims[axis],
-                  "that of another operand", vmap_dims_[axis]);
+        CheckSame("vmap axis " + std::to_string(axis) + " of " + role, array.dims[axis], "that of another operand",
+                  vmap_dims_[axis]);
       }
       vmap_dims_[axis] = array.dims[axis];
     }
@@ -138,21 +135,20 @@ void AttentionCall::FindSizes(int64_t num_batch_dims) {
     throw InvalidCall("key has head_dim " + std::to_string(key.dims[base + 2]) + ", query has " +
                       std::to_string(head_dim_) + "; they must match");
   }
-  for (const auto& [what, size] : {std::pair<const char*, int64_t>("head_dim", head_dim_),
-                                   {"value_head_dim", value_head_dim_}}) {
+  for (const auto& [what, size] :
+       {std::pair<const char*, int64_t>("head_dim", head_dim_), {"value_head_dim", value_head_dim_}}) {
     if (size < 1 || size > kMaxHeadDim) {
-      throw InvalidCall(std::string(what) + " is " + std::to_string(size) +
-                        ", the kernels take 1 to " + std::to_string(kMaxHeadDim));
+      throw InvalidCall(std::string(what) + " is " + std::to_string(size) + ", the kernels take 1 to " +
+                        std::to_string(kMaxHeadDim));
     }
   }
   if (num_q_heads_ > 0 && (num_kv_heads_ == 0 || num_q_heads_ % num_kv_heads_ != 0)) {
     throw InvalidCall("query has " + std::to_string(num_q_heads_) + " heads, key and value have " +
-                      std::to_string(num_kv_heads_) +
-                      "; the first must be a multiple of the second");
+                      std::to_string(num_kv_heads_) + "; the first must be a multiple of the second");
   }
   if (Find("block_mask") != nullptr && (blocks_.q < 1 || blocks_.kv < 1)) {
-    throw InvalidCall("block_mask has blocks of " + std::to_string(blocks_.q) + " x " +
-                      std::to_string(blocks_.kv) + ", both sizes must be positive");
+    throw InvalidCall("block_mask has blocks of " + std::to_string(blocks_.q) + " x " + std::to_string(blocks_.kv) +
+                      ", both sizes must be positive");
   }
 }
 
@@ -170,13 +166,11 @@ AttentionCall::Role AttentionCall::RoleOf(std::string_view role) const {
   if (role == "kv_segment_ids") return {{{s}}, kInt32};
   if (role == "sinks") return {{{n}}, kFloat32, false};
   if (role == "head_index") return {{{n}}, kInt32, false};
-  if (role == "block_mask")
-    return {{{n, true}, {num_q_blocks()}, {num_kv_blocks()}}, kUInt8, true, true};
+  if (role == "block_mask") return {{{n, true}, {num_q_blocks()}, {num_kv_blocks()}}, kUInt8, true, true};
   return {{}, kInt32};  // lengths, offsets, batch_index
 }
 
-void AttentionCall::CheckShape(std::string_view role, const Dims& dims, const Axes& axes,
-                               bool has_full_vmap) const {
+void AttentionCall::CheckShape(std::string_view role, const Dims& dims, const Axes& axes, bool has_full_vmap) const {
   const size_t num_vmap_axes = vmap_dims_.size();
   bool fits = dims.size() == num_vmap_axes + axes.size();
   for (size_t axis = 0; fits && axis < num_vmap_axes; ++axis) {
@@ -189,20 +183,18 @@ void AttentionCall::CheckShape(std::string_view role, const Dims& dims, const Ax
   if (fits) return;
   std::string expected;
   const auto add = [&](int64_t size, bool may_be_one) {
-    expected += (expected.empty() ? "" : ", ") + std::to_string(size) +
-                (may_be_one && size != 1 ? "|1" : "");
+    expected += (expected.empty() ? "" : ", ") + std::to_string(size) + (may_be_one && size != 1 ? "|1" : "");
   };
   for (const int64_t dim : vmap_dims_) add(dim, !has_full_vmap);
   for (const Axis& axis : axes) add(axis.size, axis.may_be_one);
-  throw InvalidCall((has_full_vmap ? "result " : "") + std::string(role) + " has shape " +
-                    ShapeText(dims) + ", expected (" + expected + ")");
+  throw InvalidCall((has_full_vmap ? "result " : "") + std::string(role) + " has shape " + ShapeText(dims) +
+                    ", expected (" + expected + ")");
 }
 
 void AttentionCall::CheckDType(std::string_view role, DType dtype, std::span<const DType> allowed) {
   if (std::find(allowed.begin(), allowed.end(), dtype) != allowed.end()) return;
   std::string names;
-  for (const DType type : allowed)
-    names += (names.empty() ? "" : " or ") + std::string(NameOf(type));
+  for (const DType type : allowed) names += (names.empty() ? "" : " or ") + std::string(NameOf(type));
   throw InvalidCall(std::string(role) + " has dtype " + NameOf(dtype) + ", expected " + names);
 }
 
@@ -234,8 +226,7 @@ const Array* AttentionCall::Result(std::string_view role) const {
   if (role == "lse") {
     const Dims flat = {num_outer() * num_q_heads_, q_seq_len_};
     if (array.dims != flat) {
-      throw InvalidCall(name + " has shape " + ShapeText(array.dims) + ", expected " +
-                        ShapeText(flat));
+      throw InvalidCall(name + " has shape " + ShapeText(array.dims) + ", expected " + ShapeText(flat));
     }
     CheckDType(name, array.dtype, kFloat32);
     return &array;
@@ -244,8 +235,7 @@ const Array* AttentionCall::Result(std::string_view role) const {
   if (role == "bias" || role.starts_with(kCapture)) {  // the operand's own axes
     const Array* operand = Find(role);
     if (operand == nullptr) throw InvalidCall(name + " has no operand of that role");
-    for (size_t axis = vmap_dims_.size(); axis < operand->dims.size(); ++axis)
-      axes.push_back({operand->dims[axis]});
+    for (size_t axis = vmap_dims_.size(); axis < operand->dims.size(); ++axis) axes.push_back({operand->dims[axis]});
     CheckShape(role, array.dims, axes, true);
     CheckDType(name, array.dtype, kFloat32);
     return &array;
@@ -256,9 +246,8 @@ const Array* AttentionCall::Result(std::string_view role) const {
   }
   axes.insert(axes.end(), expected.axes.begin(), expected.axes.end());
   CheckShape(role, array.dims, axes, true);
-  CheckDType(
-      name, array.dtype,
-      role == "scale" ? std::span<const DType>(kFloat32) : std::span<const DType>(&dtype_, 1));
+  CheckDType(name, array.dtype,
+             role == "scale" ? std::span<const DType>(kFloat32) : std::span<const DType>(&dtype_, 1));
   return &array;
 }
 
@@ -278,21 +267,16 @@ void AttentionCall::CheckForwardResults() const {
 }
 
 void AttentionCall::CheckBackwardResults() const {
-  static constexpr std::string_view kResults[] = {"query", "key",  "value",
-                                                  "scale", "bias", "workspace"};
+  static constexpr std::string_view kResults[] = {"query", "key", "value", "scale", "bias", "workspace"};
   std::string roles;
   bool all_known = true;
   for (const auto& [role, array] : results_) {
     roles += (roles.empty() ? "" : " ") + role;
-    const bool is_known =
-        std::find(std::begin(kResults), std::end(kResults), role) != std::end(kResults);
-    all_known = all_known &&
-                (role == "workspace" || ((is_known || role.starts_with(kCapture)) && Find(role)));
+    const bool is_known = std::find(std::begin(kResults), std::end(kResults), role) != std::end(kResults);
+    all_known = all_known && (role == "workspace" || ((is_known || role.starts_with(kCapture)) && Find(role)));
   }
   if (!all_known) {
-    throw InvalidCall(
-        "the backward call has a result without an operand of that role: results are '" + roles +
-        "'");
+    throw InvalidCall("the backward call has a result without an operand of that role: results are '" + roles + "'");
   }
 }
 
@@ -303,8 +287,8 @@ size_t AttentionCall::NumOuterAxes(std::string_view role) const {
 
 std::array<int64_t, 3> AttentionCall::InnerStrides(const Dims& dims) const {
   const size_t base = outer_dims_.size();
-  return {dims[base] == 1 ? 0 : dims[base + 1] * dims[base + 2],
-          dims[base + 1] == 1 ? 0 : dims[base + 2], dims[base + 2] == 1 ? 0 : 1};
+  return {dims[base] == 1 ? 0 : dims[base + 1] * dims[base + 2], dims[base + 1] == 1 ? 0 : dims[base + 2],
+          dims[base + 2] == 1 ? 0 : 1};
 }
 
 Dims AttentionCall::OuterStrides(std::string_view role, const Dims& dims) const {

@@ -92,8 +92,7 @@ class AttentionCall {
   void CheckKnownRoles() const;
   void FindSizes(int64_t num_batch_dims);
   Role RoleOf(std::string_view role) const;
-  void CheckShape(std::string_view role, const Dims& dims, const Axes& axes,
-                  bool has_full_vmap) const;
+  void CheckShape(std::string_view role, const Dims& dims, const Axes& axes, bool has_full_vmap) const;
   static void CheckDType(std::string_view role, DType dtype, std::span<const DType> allowed);
 
   Arrays operands_, results_;

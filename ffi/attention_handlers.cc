@@ -169,8 +169,8 @@ ForwardResults CpuCall::Forward() const {
   ForwardResults r;
   r.out = Asked("out");
   const Array& lse = *call_.Result("lse");
-  r.lse = {AddressOf(lse), DType::kF32, {.step = call_.num_q_heads() * call_.q_seq_len(), .table = {}},
-           Product(lse.dims)};
+  r.lse = {
+      AddressOf(lse), DType::kF32, {.step = call_.num_q_heads() * call_.q_seq_len(), .table = {}}, Product(lse.dims)};
   return r;
 }
 

@@ -24,8 +24,7 @@ struct LaunchAttributes {
         origin(Attribute<std::string_view>(attributes, "spec")) {
     const auto numbers = Attribute<ffi::Span<const int32_t>>(attributes, "cuda_launch");
     record = cuda::DecodeLaunch({numbers.begin(), numbers.size()});
-    for (const cuda::KernelRecord& kernel : record.kernels)
-      shared_bytes.push_back(kernel.shared_bytes);
+    for (const cuda::KernelRecord& kernel : record.kernels) shared_bytes.push_back(kernel.shared_bytes);
   }
 
   const cuda::LoadedKernels& Kernels(bool aligned, int device) const {
@@ -45,15 +44,13 @@ struct LaunchAttributes {
 void Zero(const cuda::Driver& driver, const std::vector<cuda::Memory>& parts, cuda::Stream stream) {
   for (const cuda::Memory& part : parts) {
     if (part.bytes == 0) continue;
-    driver.Check(
-        driver.cuMemsetD8Async(reinterpret_cast<cuda::DevicePtr>(part.data), 0, part.bytes, stream),
-        "cuMemsetD8Async");
+    driver.Check(driver.cuMemsetD8Async(reinterpret_cast<cuda::DevicePtr>(part.data), 0, part.bytes, stream),
+                 "cuMemsetD8Async");
   }
 }
 
 template <Direction kDirection>
-ffi::Error Initialize(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                      ffi::Dictionary attributes) {
+ffi::Error Initialize(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   return Guarded([&] {
     const LaunchAttributes launch(attributes);
     // A runtime may call without buffers; then the usual class is taken, and `execute` loads the
@@ -71,8 +68,8 @@ ffi::Error Initialize(int32_t device, ffi::RemainingArgs args, ffi::RemainingRet
 }
 
 template <Direction kDirection>
-ffi::Error Execute(void* stream_handle, int32_t device, ffi::RemainingArgs args,
-                   ffi::RemainingRets rets, ffi::Dictionary attributes) {
+ffi::Error Execute(void* stream_handle, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ffi::Dictionary attributes) {
   return Guarded([&] {
     const LaunchAttributes launch(attributes);
     const AttentionCall call = DecodeCall(args, rets, attributes);
@@ -89,8 +86,8 @@ ffi::Error Execute(void* stream_handle, int32_t device, ffi::RemainingArgs args,
       for (size_t k = 0; k < kernels.functions.size(); ++k) {
         const cuda::Grid& grid = prepared.grids()[k];
         void* arguments[] = {prepared.params()};
-        driver.Check(driver.cuLaunchKernel(kernels.functions[k], grid.blocks, 1, 1, grid.threads, 1,
-                                           1, grid.shared_bytes, stream, arguments, nullptr),
+        driver.Check(driver.cuLaunchKernel(kernels.functions[k], grid.blocks, 1, 1, grid.threads, 1, 1,
+                                           grid.shared_bytes, stream, arguments, nullptr),
                      "cuLaunchKernel");
       }
     }
@@ -102,36 +99,20 @@ constexpr auto kInitializeBackward = Initialize<Direction::kBackward>;
 constexpr auto kExecuteForward = Execute<Direction::kForward>;
 constexpr auto kExecuteBackward = Execute<Direction::kBackward>;
 
-#define FKL_INITIALIZE \
-  ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs()
-#define FKL_EXECUTE                      \
-  ffi::Ffi::Bind()                       \
-      .Ctx<ffi::PlatformStream<void*>>() \
-      .Ctx<ffi::DeviceOrdinal>()         \
-      .RemainingArgs()                   \
-      .RemainingRets()                   \
-      .Attrs()
+#define FKL_INITIALIZE ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs()
+#define FKL_EXECUTE \
+  ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs()
 
 XLA_FFI_DEFINE_HANDLER(kForwardInitializeHandler, kInitializeForward, FKL_INITIALIZE);
 XLA_FFI_DEFINE_HANDLER(kBackwardInitializeHandler, kInitializeBackward, FKL_INITIALIZE);
-XLA_FFI_DEFINE_HANDLER(kForwardExecuteHandler, kExecuteForward, FKL_EXECUTE,
-                       {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kBackwardExecuteHandler, kExecuteBackward, FKL_EXECUTE,
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kForwardExecuteHandler, kExecuteForward, FKL_EXECUTE, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kBackwardExecuteHandler, kExecuteBackward, FKL_EXECUTE, {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
-XLA_FFI_Error* InitializeAttentionForwardCuda(XLA_FFI_CallFrame* frame) {
-  return kForwardInitializeHandler(frame);
-}
-XLA_FFI_Error* AttentionForwardCuda(XLA_FFI_CallFrame* frame) {
-  return kForwardExecuteHandler(frame);
-}
-XLA_FFI_Error* InitializeAttentionBackwardCuda(XLA_FFI_CallFrame* frame) {
-  return kBackwardInitializeHandler(frame);
-}
-XLA_FFI_Error* AttentionBackwardCuda(XLA_FFI_CallFrame* frame) {
-  return kBackwardExecuteHandler(frame);
-}
+XLA_FFI_Error* InitializeAttentionForwardCuda(XLA_FFI_CallFrame* frame) { return kForwardInitializeHandler(frame); }
+XLA_FFI_Error* AttentionForwardCuda(XLA_FFI_CallFrame* frame) { return kForwardExecuteHandler(frame); }
+XLA_FFI_Error* InitializeAttentionBackwardCuda(XLA_FFI_CallFrame* frame) { return kBackwardInitializeHandler(frame); }
+XLA_FFI_Error* AttentionBackwardCuda(XLA_FFI_CallFrame* frame) { return kBackwardExecuteHandler(frame); }
 
 }  // namespace fkl

@@ -35,14 +35,13 @@ std::string EntryOf(const std::string& cubin) {
 std::optional<std::string> CubinOf(std::string_view entry) {
   const size_t header = kMagic.size() + kChecksumDigits + 1;
   if (entry.size() <= header || !entry.starts_with(kMagic)) return std::nullopt;
-  const std::string_view checksum = entry.substr(kMagic.size(), kChecksumDigits),
-                         cubin = entry.substr(header);
+  const std::string_view checksum = entry.substr(kMagic.size(), kChecksumDigits), cubin = entry.substr(header);
   if (Sha256().Add(cubin).Finish() != checksum) return std::nullopt;
   return std::string(cubin);
 }
 
-std::string LoadOrCompile(const std::string& key, const std::string& glue, const std::string& arch,
-                          bool aligned, std::string_view origin) {
+std::string LoadOrCompile(const std::string& key, const std::string& glue, const std::string& arch, bool aligned,
+                          std::string_view origin) {
   const std::string dir = GetSettings().cache_dir;
   const std::string path = dir + "/cuda/" + key + ".cubin";
   if (!dir.empty()) {
@@ -82,14 +81,12 @@ CacheCounts GetCacheCounts() {
 std::string CacheKey(const std::string& glue, const std::string& arch, bool aligned) {
   const Nvrtc& nvrtc = GetNvrtc();
   Sha256 key;
-  key.AddField(std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor))
-      .AddField(DeviceHeaders()->digest);
+  key.AddField(std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor)).AddField(DeviceHeaders()->digest);
   for (const std::string& option : CompileOptions(arch, aligned)) key.AddField(option);
   return key.AddField(glue).Finish();
 }
 
-std::string GetCubin(const std::string& glue, const std::string& arch, bool aligned,
-                     std::string_view origin) {
+std::string GetCubin(const std::string& glue, const std::string& arch, bool aligned, std::string_view origin) {
   static Turns* turns = new Turns;
   const std::string key = CacheKey(glue, arch, aligned);
   std::shared_ptr<Turn> turn;

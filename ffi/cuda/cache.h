@@ -19,8 +19,7 @@ std::string CacheKey(const std::string& glue, const std::string& arch, bool alig
 
 // The cubin of a glue, from disk or compiled and kept there. Threads that ask for the same at the
 // same time wait for one of them; a failure is reported to each and tried again by the next.
-std::string GetCubin(const std::string& glue, const std::string& arch, bool aligned,
-                     std::string_view origin);
+std::string GetCubin(const std::string& glue, const std::string& arch, bool aligned, std::string_view origin);
 
 }  // namespace fkl::cuda
 

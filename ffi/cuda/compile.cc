@@ -27,9 +27,7 @@ std::vector<std::string_view> Lines(std::string_view text) {
   return lines;
 }
 
-bool Contains(std::string_view text, std::string_view part) {
-  return text.find(part) != std::string_view::npos;
-}
+bool Contains(std::string_view text, std::string_view part) { return text.find(part) != std::string_view::npos; }
 
 // The number before `what`, for example 16 in "16 bytes spill stores", or 0.
 int NumberBefore(std::string_view line, std::string_view what) {
@@ -55,13 +53,11 @@ Headers ReadHeaders(const std::string& dir) {
   Headers headers;
   headers.dir = dir;
   std::error_code error;
-  for (fs::recursive_directory_iterator entry(dir, error), end; !error && entry != end;
-       entry.increment(error)) {
+  for (fs::recursive_directory_iterator entry(dir, error), end; !error && entry != end; entry.increment(error)) {
     if (entry->path().extension() != ".cuh") continue;
     std::optional<std::string> text = ReadFile(entry->path().string());
     if (!text) throw CudaError("the device header " + entry->path().string() + " cannot be read");
-    headers.files.emplace_back(entry->path().lexically_relative(dir).generic_string(),
-                               std::move(*text));
+    headers.files.emplace_back(entry->path().lexically_relative(dir).generic_string(), std::move(*text));
   }
   if (headers.files.empty()) {
     throw CudaError("there are no device headers in '" + dir + "'; reinstall fkl_jax");
@@ -87,17 +83,15 @@ std::string FirstErrors(std::string_view log) {
 
 class ScopedProgram {
  public:
-  ScopedProgram(const Nvrtc& nvrtc, const std::string& glue, const Headers& headers)
-      : nvrtc_(nvrtc) {
+  ScopedProgram(const Nvrtc& nvrtc, const std::string& glue, const Headers& headers) : nvrtc_(nvrtc) {
     std::vector<const char*> names, texts;
     for (const auto& [name, text] : headers.files) {
       names.push_back(name.c_str());
       texts.push_back(text.c_str());
     }
-    nvrtc.Check(
-        nvrtc.nvrtcCreateProgram(&program_, glue.c_str(), "glue.cu", static_cast<int>(names.size()),
-                                 texts.data(), names.data()),
-        "nvrtcCreateProgram");
+    nvrtc.Check(nvrtc.nvrtcCreateProgram(&program_, glue.c_str(), "glue.cu", static_cast<int>(names.size()),
+                                         texts.data(), names.data()),
+                "nvrtcCreateProgram");
   }
   ~ScopedProgram() { nvrtc_.nvrtcDestroyProgram(&program_); }
   ScopedProgram(const ScopedProgram&) = delete;
@@ -106,8 +100,7 @@ class ScopedProgram {
   Result CompileWith(const std::vector<std::string>& options) {
     std::vector<const char*> arguments;
     for (const std::string& option : options) arguments.push_back(option.c_str());
-    return nvrtc_.nvrtcCompileProgram(program_, static_cast<int>(arguments.size()),
-                                      arguments.data());
+    return nvrtc_.nvrtcCompileProgram(program_, static_cast<int>(arguments.size()), arguments.data());
   }
   std::string Log() const {
     size_t size = 0;
@@ -131,17 +124,16 @@ class ScopedProgram {
 };
 
 // Where the source was kept, or how to keep it.
-std::string Dump(const std::string& glue, std::string_view arch, bool aligned,
-                 const std::string& log, const std::string& cubin) {
+std::string Dump(const std::string& glue, std::string_view arch, bool aligned, const std::string& log,
+                 const std::string& cubin) {
   const std::string dir = GetSettings().dump_dir;
   if (dir.empty()) return "set FKL_JAX_DUMP_DIR to a folder to keep the source";
-  const std::string stem = dir + "/" + Sha256().Add(glue).Finish().substr(0, 12) + "_" +
-                           std::string(arch) + (aligned ? "" : "_unaligned");
+  const std::string stem =
+      dir + "/" + Sha256().Add(glue).Finish().substr(0, 12) + "_" + std::string(arch) + (aligned ? "" : "_unaligned");
   std::string failure = ReplaceFile(stem + ".cu", glue);
   if (failure.empty()) failure = ReplaceFile(stem + ".log", log);
   if (failure.empty() && !cubin.empty()) failure = ReplaceFile(stem + ".cubin", cubin);
-  return failure.empty() ? "the source is " + stem + ".cu"
-                         : "the source could not be kept: " + failure;
+  return failure.empty() ? "the source is " + stem + ".cu" : "the source could not be kept: " + failure;
 }
 
 }  // namespace
@@ -202,8 +194,7 @@ std::vector<std::string> CompileOptions(std::string_view arch, bool aligned) {
           "-DFKL_BACKWARD_PARAMS_BYTES=" + std::to_string(sizeof(BackwardParams))};
 }
 
-Compiled Compile(const std::string& glue, const std::string& arch, bool aligned,
-                 std::string_view origin) {
+Compiled Compile(const std::string& glue, const std::string& arch, bool aligned, std::string_view origin) {
   const Nvrtc& nvrtc = GetNvrtc();
   const std::shared_ptr<const Headers> headers = DeviceHeaders();
   const auto start = std::chrono::steady_clock::now();
@@ -218,8 +209,7 @@ Compiled Compile(const std::string& glue, const std::string& arch, bool aligned,
                     (origin.empty() ? "" : "\nThe call was:\n" + std::string(origin)));
   }
   compiled.cubin = program.Cubin();
-  compiled.seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  compiled.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (!GetSettings().dump_dir.empty()) Dump(glue, arch, aligned, compiled.log, compiled.cubin);
   return compiled;
 }

@@ -46,8 +46,7 @@ std::vector<std::string> CompileOptions(std::string_view arch, bool aligned);
 
 // Throws a CudaError with the first errors of the log, and where the source was kept. `origin` says
 // what the glue was made from, for that text.
-Compiled Compile(const std::string& glue, const std::string& arch, bool aligned,
-                 std::string_view origin);
+Compiled Compile(const std::string& glue, const std::string& arch, bool aligned, std::string_view origin);
 
 }  // namespace fkl::cuda
 

@@ -31,8 +31,7 @@ nb::capsule CapsuleOf(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-nb::dict StagesOf(XLA_FFI_Error* (*initialize)(XLA_FFI_CallFrame*),
-                  XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*)) {
+nb::dict StagesOf(XLA_FFI_Error* (*initialize)(XLA_FFI_CallFrame*), XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*)) {
   nb::dict stages;
   stages["initialize"] = CapsuleOf(initialize);
   stages["execute"] = CapsuleOf(execute);
@@ -233,11 +232,10 @@ nb::dict Show(const BackwardParams& p) {
 #undef FKL_NUMBER
 #undef FKL_ADDRESS
 
-nb::dict ParamsForPython(bool is_backward, int64_t num_batch_dims, int64_t block_q,
-                         int64_t block_kv, const PythonArrays& operands,
-                         const PythonArrays& results, const std::vector<int32_t>& launch) {
-  const AttentionCall call(num_batch_dims, {.q = block_q, .kv = block_kv}, ArraysOf(operands),
-                           ArraysOf(results));
+nb::dict ParamsForPython(bool is_backward, int64_t num_batch_dims, int64_t block_q, int64_t block_kv,
+                         const PythonArrays& operands, const PythonArrays& results,
+                         const std::vector<int32_t>& launch) {
+  const AttentionCall call(num_batch_dims, {.q = block_q, .kv = block_kv}, ArraysOf(operands), ArraysOf(results));
   const LaunchRecord record = DecodeLaunch(launch);
   PreparedCall prepared(is_backward ? Direction::kBackward : Direction::kForward, call, record);
   nb::dict shown;
@@ -259,17 +257,15 @@ nb::dict ParamsForPython(bool is_backward, int64_t num_batch_dims, int64_t block
 }
 
 // What decoding and filling cost, less what XLA's own buffers cost: microseconds per call.
-double ParamsMicroseconds(bool is_backward, int64_t num_batch_dims, int64_t block_q,
-                          int64_t block_kv, const PythonArrays& operands,
-                          const PythonArrays& results, const std::vector<int32_t>& launch,
+double ParamsMicroseconds(bool is_backward, int64_t num_batch_dims, int64_t block_q, int64_t block_kv,
+                          const PythonArrays& operands, const PythonArrays& results, const std::vector<int32_t>& launch,
                           int repeats) {
   const Arrays given = ArraysOf(operands), asked = ArraysOf(results);
   const auto start = std::chrono::steady_clock::now();
   for (int i = 0; i < repeats; ++i) {
     const AttentionCall call(num_batch_dims, {.q = block_q, .kv = block_kv}, given, asked);
     const LaunchRecord record = DecodeLaunch(launch);
-    PreparedCall(is_backward ? Direction::kBackward : Direction::kForward, call, record)
-        .SetRound(0);
+    PreparedCall(is_backward ? Direction::kBackward : Direction::kForward, call, record).SetRound(0);
   }
   const std::chrono::duration<double, std::micro> passed = std::chrono::steady_clock::now() - start;
   return passed.count() / repeats;
@@ -287,39 +283,30 @@ nb::dict Handlers() {
 void Bind(nb::module_& m) {
   m.def(
       "set_cuda_settings",
-      [](std::string device_dir, std::string nvrtc, std::vector<std::string> library_dirs,
-         std::string cache_dir, std::string dump_dir) {
+      [](std::string device_dir, std::string nvrtc, std::vector<std::string> library_dirs, std::string cache_dir,
+         std::string dump_dir) {
         SetSettings({.device_dir = std::move(device_dir),
                      .nvrtc = std::move(nvrtc),
                      .library_dirs = std::move(library_dirs),
                      .cache_dir = std::move(cache_dir),
                      .dump_dir = std::move(dump_dir)});
       },
-      nb::arg("device_dir"), nb::arg("nvrtc"), nb::arg("library_dirs"), nb::arg("cache_dir"),
-      nb::arg("dump_dir"),
+      nb::arg("device_dir"), nb::arg("nvrtc"), nb::arg("library_dirs"), nb::arg("cache_dir"), nb::arg("dump_dir"),
       "Where device headers, NVRTC, compiled kernels and kept sources are; read when first "
       "needed.");
-  m.def("compile_cuda", &CompileForPython, nb::arg("glue"), nb::arg("arch"),
-        nb::arg("aligned") = true,
+  m.def("compile_cuda", &CompileForPython, nb::arg("glue"), nb::arg("arch"), nb::arg("aligned") = true,
         "Compile a glue text for an architecture like 'sm_80': cubin, log, seconds, registers and "
         "spills by kernel, "
         "spill_bytes in all, warnings.");
-  m.def("cached_cubin", &CubinForPython, nb::arg("glue"), nb::arg("arch"),
-        nb::arg("aligned") = true, "The same through the disk cache: the cubin.");
+  m.def("cached_cubin", &CubinForPython, nb::arg("glue"), nb::arg("arch"), nb::arg("aligned") = true,
+        "The same through the disk cache: the cubin.");
   m.def(
       "cuda_cache_key",
-      [](const std::string& glue, const std::string& arch, bool aligned) {
-        return CacheKey(glue, arch, aligned);
-      },
-      nb::arg("glue"), nb::arg("arch"), nb::arg("aligned") = true,
-      "Name of the entry in the disk cache.");
-  m.def("cuda_arch_name", &ArchName, nb::arg("arch"),
-        "The architecture to compile for on a GPU: 'sm_90a' for 90.");
-  m.def("cuda_devices", &DevicesForPython,
-        "GPUs of this machine; RuntimeError if there is no driver.");
-  m.def(
-      "cuda_driver_version", [] { return GetDriver().version; },
-      "CUDA version of the driver, 12040 for 12.4.");
+      [](const std::string& glue, const std::string& arch, bool aligned) { return CacheKey(glue, arch, aligned); },
+      nb::arg("glue"), nb::arg("arch"), nb::arg("aligned") = true, "Name of the entry in the disk cache.");
+  m.def("cuda_arch_name", &ArchName, nb::arg("arch"), "The architecture to compile for on a GPU: 'sm_90a' for 90.");
+  m.def("cuda_devices", &DevicesForPython, "GPUs of this machine; RuntimeError if there is no driver.");
+  m.def("cuda_driver_version", [] { return GetDriver().version; }, "CUDA version of the driver, 12040 for 12.4.");
   m.def(
       "nvrtc_version",
       [] {
@@ -328,17 +315,14 @@ void Bind(nb::module_& m) {
       },
       "Version and path of the NVRTC in use; RuntimeError if there is none.");
   m.def("cuda_counts", &CountsForPython, "What the kernel cache did since the process started.");
-  m.def("cuda_params", &ParamsForPython, nb::arg("is_backward"), nb::arg("num_batch_dims"),
-        nb::arg("block_q"), nb::arg("block_kv"), nb::arg("operands"), nb::arg("results"),
-        nb::arg("launch"),
+  m.def("cuda_params", &ParamsForPython, nb::arg("is_backward"), nb::arg("num_batch_dims"), nb::arg("block_q"),
+        nb::arg("block_kv"), nb::arg("operands"), nb::arg("results"), nb::arg("launch"),
         "What would be launched for arrays given as role: (address, dtype, shape).");
-  m.def("cuda_params_microseconds", &ParamsMicroseconds, nb::arg("is_backward"),
-        nb::arg("num_batch_dims"), nb::arg("block_q"), nb::arg("block_kv"), nb::arg("operands"),
-        nb::arg("results"), nb::arg("launch"), nb::arg("repeats"),
-        "Time that filling the parameters of such a call takes.");
+  m.def("cuda_params_microseconds", &ParamsMicroseconds, nb::arg("is_backward"), nb::arg("num_batch_dims"),
+        nb::arg("block_q"), nb::arg("block_kv"), nb::arg("operands"), nb::arg("results"), nb::arg("launch"),
+        nb::arg("repeats"), "Time that filling the parameters of such a call takes.");
   m.def(
-      "sha256",
-      [](const nb::bytes& bytes) { return Sha256().Add({bytes.c_str(), bytes.size()}).Finish(); },
+      "sha256", [](const nb::bytes& bytes) { return Sha256().Add({bytes.c_str(), bytes.size()}).Finish(); },
       "Of the cache, for its test.");
 }
 

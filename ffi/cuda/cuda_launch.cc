@@ -19,14 +19,12 @@ constexpr size_t kMaxOuter = static_cast<size_t>(kMaxOuterAxes);
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t RoundUp(int64_t a, int64_t multiple) { return CeilDiv(a, multiple) * multiple; }
 
-[[noreturn]] void ThrowDamaged(const std::string& what) {
-  throw InvalidCall("cuda_launch is damaged: " + what);
-}
+[[noreturn]] void ThrowDamaged(const std::string& what) { throw InvalidCall("cuda_launch is damaged: " + what); }
 
 void CheckRange(const std::string& what, int64_t value, int64_t smallest, int64_t largest) {
   if (value >= smallest && value <= largest) return;
-  ThrowDamaged(what + " is " + std::to_string(value) + ", allowed are " + std::to_string(smallest) +
-               " to " + std::to_string(largest));
+  ThrowDamaged(what + " is " + std::to_string(value) + ", allowed are " + std::to_string(smallest) + " to " +
+               std::to_string(largest));
 }
 
 int64_t BytesOf(const Array& array) { return Product(array.dims) * SizeOf(array.dtype); }
@@ -35,25 +33,21 @@ int64_t BytesOf(const Array& array) { return Product(array.dims) * SizeOf(array.
 bool HasAlignedRows(const Array* array) {
   if (array == nullptr || Product(array->dims) == 0) return true;
   const auto row_bytes = static_cast<uintptr_t>(array->dims.back() * SizeOf(array->dtype));
-  return reinterpret_cast<uintptr_t>(array->data) % kRowAlignment == 0 &&
-         row_bytes % kRowAlignment == 0;
+  return reinterpret_cast<uintptr_t>(array->data) % kRowAlignment == 0 && row_bytes % kRowAlignment == 0;
 }
 
 }  // namespace
 
 LaunchRecord DecodeLaunch(std::span<const int32_t> numbers) {
-  if (numbers.size() < kHeaderNumbers)
-    ThrowDamaged("it has " + std::to_string(numbers.size()) + " numbers");
+  if (numbers.size() < kHeaderNumbers) ThrowDamaged("it has " + std::to_string(numbers.size()) + " numbers");
   if (numbers[0] != kFormatVersion) {
-    throw InvalidCall("cuda_launch has format " + std::to_string(numbers[0]) +
-                      ", this library reads format " + std::to_string(kFormatVersion) +
-                      "; trace or export it again with this version of fkl_jax");
+    throw InvalidCall("cuda_launch has format " + std::to_string(numbers[0]) + ", this library reads format " +
+                      std::to_string(kFormatVersion) + "; trace or export it again with this version of fkl_jax");
   }
   const int64_t num_kernels = numbers[1];
   CheckRange("the number of kernels", num_kernels, 1, 64);
-  CheckSame(
-      "the length of cuda_launch", static_cast<int64_t>(numbers.size()), "what its kernels need",
-      static_cast<int64_t>(kHeaderNumbers) + num_kernels * static_cast<int64_t>(kKernelNumbers));
+  CheckSame("the length of cuda_launch", static_cast<int64_t>(numbers.size()), "what its kernels need",
+            static_cast<int64_t>(kHeaderNumbers) + num_kernels * static_cast<int64_t>(kKernelNumbers));
   constexpr int kMaxInt = std::numeric_limits<int>::max();
   LaunchRecord record;
   record.num_splits = numbers[2];
@@ -88,8 +82,7 @@ LaunchRecord DecodeLaunch(std::span<const int32_t> numbers) {
 void OuterBinder::Add(void** data, long long* outer_stride, const Array& array, Dims strides) {
   // An array without elements has no element to point at, but is not absent.
   *data = AddressOf(array);
-  bound_.push_back(
-      {data, static_cast<char*>(*data), outer_stride, SizeOf(array.dtype), std::move(strides)});
+  bound_.push_back({data, static_cast<char*>(*data), outer_stride, SizeOf(array.dtype), std::move(strides)});
 }
 
 void OuterBinder::AddFlat(void** data, void* first, int64_t bytes_per_outer) {
@@ -122,8 +115,7 @@ void OuterBinder::Finish(CommonParams* common) {
   common->num_outer_axes = static_cast<int>(sizes.size() - num_round_axes);
   num_outer_ = 1;
   for (size_t axis = num_round_axes; axis < sizes.size(); ++axis) {
-    common->outer_size[axis - num_round_axes] =
-        CheckedInt(sizes[axis], "a batch or vmap axis", int64_t{1} << 31);
+    common->outer_size[axis - num_round_axes] = CheckedInt(sizes[axis], "a batch or vmap axis", int64_t{1} << 31);
     num_outer_ *= sizes[axis];
   }
   common->num_outer = num_outer_;
@@ -152,8 +144,7 @@ void OuterBinder::SetRound(int64_t round) {
 
 // ---- PreparedCall
 
-PreparedCall::PreparedCall(Direction direction, const AttentionCall& call,
-                           const LaunchRecord& record)
+PreparedCall::PreparedCall(Direction direction, const AttentionCall& call, const LaunchRecord& record)
     : direction_(direction), call_(call), record_(record), binder_(call) {
   const bool is_forward = direction == Direction::kForward;
   is_forward ? call.CheckForwardResults() : call.CheckBackwardResults();
@@ -235,11 +226,9 @@ void PreparedCall::FillCommon() {
     p.block_mask.head_stride = call_.InnerStrides(mask->dims)[0];
     // Only heads are broadcast: a single row or column of blocks is no broadcast axis.
     p.block_mask.row_stride = call_.num_kv_blocks();
-    binder_.Add(&p.block_mask.data, p.block_mask.outer_stride, *mask,
-                call_.OuterStrides("block_mask", mask->dims));
+    binder_.Add(&p.block_mask.data, p.block_mask.outer_stride, *mask, call_.OuterStrides("block_mask", mask->dims));
   }
-  const int num_captures =
-      CheckedInt(call_.num_captures(), "the number of captured arrays", kMaxCaptures);
+  const int num_captures = CheckedInt(call_.num_captures(), "the number of captured arrays", kMaxCaptures);
   for (int number = 0; number < num_captures; ++number) {
     Bind(&p.captures[number], "capture.", &call_.Capture(number));
   }
@@ -283,8 +272,7 @@ void PreparedCall::FillWorkspace() {
   const auto take = [&](int64_t bytes_of_call, int64_t bytes_of_round, bool is_zeroed) -> void* {
     void* part = next == nullptr ? nullptr : next + used;
     used += RoundUp(bytes_of_call, kPartBytes);
-    if (is_zeroed && part != nullptr)
-      zeroed_.push_back({part, static_cast<size_t>(bytes_of_round)});
+    if (is_zeroed && part != nullptr) zeroed_.push_back({part, static_cast<size_t>(bytes_of_round)});
     return part;
   };
   const int64_t num_outer = common().num_outer;
@@ -302,8 +290,8 @@ void PreparedCall::FillWorkspace() {
       forward_.partial_lse = take_rows(rows, false);
     }
   } else {
-    backward_.padded_q_rows = CheckedInt(RoundUp(call_.q_seq_len(), record_.q_tile),
-                                         "the padded query length", int64_t{1} << 31);
+    backward_.padded_q_rows =
+        CheckedInt(RoundUp(call_.q_seq_len(), record_.q_tile), "the padded query length", int64_t{1} << 31);
     const int64_t rows = 4 * heads * backward_.padded_q_rows;
     if (record_.accumulator_head_dim > 0) {
       backward_.dquery_accumulator = take_rows(rows * record_.accumulator_head_dim, true);
@@ -332,9 +320,7 @@ void PreparedCall::FillGrids() {
     int64_t blocks = CeilDiv(rows[kernel.rows], kernel.tile) * heads[kernel.heads];
     constexpr int64_t kLargest = std::numeric_limits<int>::max();
     // Each factor is below 2^31, so a product that passed this test cannot overflow the next.
-    const auto times = [&](int64_t factor) {
-      blocks = blocks > kLargest ? blocks : blocks * factor;
-    };
+    const auto times = [&](int64_t factor) { blocks = blocks > kLargest ? blocks : blocks * factor; };
     if (kernel.is_per_outer) times(common().num_outer);
     if (kernel.is_per_split) times(record_.num_splits);
     if (blocks > kLargest) {

@@ -90,19 +90,15 @@ class PreparedCall {
   bool is_aligned() const { return is_aligned_; }
   int64_t num_rounds() const { return binder_.num_rounds(); }
   void SetRound(int64_t round) { binder_.SetRound(round); }
-  void* params() {
-    return direction_ == Direction::kForward ? static_cast<void*>(&forward_) : &backward_;
-  }
+  void* params() { return direction_ == Direction::kForward ? static_cast<void*>(&forward_) : &backward_; }
   const ForwardParams& forward() const { return forward_; }
   const BackwardParams& backward() const { return backward_; }
-  const std::vector<Grid>& grids() const { return grids_; }  // by kernel, of every round
+  const std::vector<Grid>& grids() const { return grids_; }                // by kernel, of every round
   const std::vector<Memory>& zeroed_once() const { return zeroed_once_; }  // before the first round
   const std::vector<Memory>& zeroed() const { return zeroed_; }            // before every round
 
  private:
-  CommonParams& common() {
-    return direction_ == Direction::kForward ? forward_.common : backward_.common;
-  }
+  CommonParams& common() { return direction_ == Direction::kForward ? forward_.common : backward_.common; }
   void FillCommon();
   void FillForward();
   void FillBackward();

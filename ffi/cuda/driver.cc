@@ -34,8 +34,7 @@ Library Open(const std::string& path, int flags) {
 template <class F>
 void Find(void* handle, const char* symbol, F* function) {
   *function = reinterpret_cast<F>(dlsym(handle, symbol));
-  if (*function == nullptr)
-    throw CudaError(std::string("the library has no function ") + symbol + "; it is too old");
+  if (*function == nullptr) throw CudaError(std::string("the library has no function ") + symbol + "; it is too old");
 }
 
 #define FKL_FIND(handle, api, name) Find(handle, #name, &(api)->name)
@@ -122,16 +121,14 @@ void OpenNvrtc(Nvrtc* nvrtc) {
     if (major > newest_major) continue;
     const std::string name = "libnvrtc.so." + std::to_string(major);
     candidates.push_back({name, kFlags | RTLD_NOLOAD});  // JAX's own plugin may have opened it
-    for (const std::string& dir : settings.library_dirs)
-      candidates.push_back({dir + "/" + name, kFlags});
+    for (const std::string& dir : settings.library_dirs) candidates.push_back({dir + "/" + name, kFlags});
     candidates.push_back({name, kFlags});
   }
   std::string error;
   for (const Candidate& candidate : candidates) {
     const Library library = Open(candidate.path, candidate.flags);
     if (library.handle == nullptr) {
-      if (candidate.path == settings.nvrtc)
-        throw CudaError("FKL_JAX_NVRTC cannot be opened: " + library.error);
+      if (candidate.path == settings.nvrtc) throw CudaError("FKL_JAX_NVRTC cannot be opened: " + library.error);
       continue;
     }
     try {
@@ -143,9 +140,8 @@ void OpenNvrtc(Nvrtc* nvrtc) {
     }
   }
   const std::string major = std::to_string(std::min(newest_major, 13));
-  throw CudaError("no NVRTC library for CUDA " + major + " was found" +
-                  (error.empty() ? "" : " (" + error + ")") + "; install " +
-                  (major == "12" ? "nvidia-cuda-nvrtc-cu12" : "nvidia-cuda-nvrtc") +
+  throw CudaError("no NVRTC library for CUDA " + major + " was found" + (error.empty() ? "" : " (" + error + ")") +
+                  "; install " + (major == "12" ? "nvidia-cuda-nvrtc-cu12" : "nvidia-cuda-nvrtc") +
                   " (part of jax[cuda" + major + "]) or set FKL_JAX_NVRTC to libnvrtc.so." + major);
 }
 
@@ -206,8 +202,7 @@ struct PrimaryContexts {
 
 size_t CheckedIndex(int device) {
   if (device < 0 || device >= kMaxDevices) {
-    throw CudaError("device ordinal " + std::to_string(device) + " is beyond " +
-                    std::to_string(kMaxDevices - 1));
+    throw CudaError("device ordinal " + std::to_string(device) + " is beyond " + std::to_string(kMaxDevices - 1));
   }
   return static_cast<size_t>(device);
 }
@@ -219,10 +214,8 @@ Context PrimaryContextOf(int index) {
       .Get([&](PrimaryContext* primary) {
         const Driver& driver = GetDriver();
         Device device = 0;
-        driver.Check(driver.cuDeviceGet(&device, index),
-                     "cuDeviceGet(" + std::to_string(index) + ")");
-        driver.Check(driver.cuDevicePrimaryCtxRetain(&primary->context, device),
-                     "cuDevicePrimaryCtxRetain");
+        driver.Check(driver.cuDeviceGet(&device, index), "cuDeviceGet(" + std::to_string(index) + ")");
+        driver.Check(driver.cuDevicePrimaryCtxRetain(&primary->context, device), "cuDevicePrimaryCtxRetain");
       })
       .context;
 }
@@ -234,14 +227,13 @@ void Driver::Check(Result result, const std::string& call) const {
   const char *name = nullptr, *text = nullptr;
   cuGetErrorName(result, &name);
   cuGetErrorString(result, &text);
-  throw CudaError(call + " failed with code " + std::to_string(result) + " (" +
-                  (name ? name : "unnamed") + "): " + (text ? text : "no further text"));
+  throw CudaError(call + " failed with code " + std::to_string(result) + " (" + (name ? name : "unnamed") +
+                  "): " + (text ? text : "no further text"));
 }
 
 void Nvrtc::Check(Result result, const std::string& call) const {
   if (result == 0) return;
-  throw CudaError(call + " failed with code " + std::to_string(result) + " (" +
-                  nvrtcGetErrorString(result) + ")");
+  throw CudaError(call + " failed with code " + std::to_string(result) + " (" + nvrtcGetErrorString(result) + ")");
 }
 
 const Driver& GetDriver() { return Forever<Lazy<Driver>>().Get(&OpenDriver); }
@@ -258,8 +250,8 @@ const DeviceInfo& GetDeviceInfo(int device) {
   return Forever<DeviceInfos>().of[CheckedIndex(device)].Get([&](DeviceInfo* info) {
     FindDeviceInfo(device, info);
     if (info->arch < kOldestArch) {
-      throw CudaError(info->name + " has compute capability " + std::to_string(info->arch / 10) +
-                      "." + std::to_string(info->arch % 10) + "; the kernels need 8.0 or newer");
+      throw CudaError(info->name + " has compute capability " + std::to_string(info->arch / 10) + "." +
+                      std::to_string(info->arch % 10) + "; the kernels need 8.0 or newer");
     }
   });
 }

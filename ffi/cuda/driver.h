@@ -61,9 +61,9 @@ struct Driver {
   Result (*cuModuleUnload)(Module);
   Result (*cuModuleGetFunction)(Function*, Module, const char*);
   Result (*cuFuncSetAttribute)(Function, int, int);
-  Result (*cuLaunchKernel)(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                           unsigned block_x, unsigned block_y, unsigned block_z,
-                           unsigned shared_bytes, Stream, void** params, void** extra);
+  Result (*cuLaunchKernel)(Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                           unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream, void** params,
+                           void** extra);
   Result (*cuMemsetD8Async)(DevicePtr, unsigned char, size_t, Stream);
   Result (*cuThreadExchangeStreamCaptureMode)(int*);
 

@@ -50,12 +50,10 @@ std::string ReplaceFile(const std::string& path, std::string_view content) {
   std::filesystem::create_directories(std::filesystem::path(path).parent_path(), error);
   if (error) return "cannot make the folder of " + path + ": " + error.message();
   // No other process or thread writes a file of this name.
-  const std::string beside =
-      path + "." + std::to_string(getpid()) + "." + std::to_string(counter++) + ".tmp";
+  const std::string beside = path + "." + std::to_string(getpid()) + "." + std::to_string(counter++) + ".tmp";
   unlink(beside.c_str());  // of a process that died and had our number
   std::string failure = WriteSynced(beside, content);
-  if (failure.empty() && rename(beside.c_str(), path.c_str()) != 0)
-    failure = Failure("cannot rename", beside);
+  if (failure.empty() && rename(beside.c_str(), path.c_str()) != 0) failure = Failure("cannot rename", beside);
   if (!failure.empty()) unlink(beside.c_str());
   return failure;
 }

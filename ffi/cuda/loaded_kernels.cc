@@ -14,8 +14,7 @@ namespace fkl::cuda {
 namespace {
 
 uint64_t Mix(uint64_t a, uint64_t b) {
-  const auto product =
-      static_cast<unsigned __int128>(a ^ 0x9e3779b97f4a7c15u) * (b ^ 0xd6e8feb86659fd93u);
+  const auto product = static_cast<unsigned __int128>(a ^ 0x9e3779b97f4a7c15u) * (b ^ 0xd6e8feb86659fd93u);
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
@@ -82,9 +81,7 @@ Entry& EntryOf(const Key& key) {
 // refuse it.
 class RelaxedCapture {
  public:
-  explicit RelaxedCapture(const Driver& driver) : driver_(driver) {
-    driver_.cuThreadExchangeStreamCaptureMode(&mode_);
-  }
+  explicit RelaxedCapture(const Driver& driver) : driver_(driver) { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
   ~RelaxedCapture() { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
   RelaxedCapture(const RelaxedCapture&) = delete;
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
@@ -97,9 +94,8 @@ class RelaxedCapture {
 void CheckSharedBytes(const KernelRequest& request, const DeviceInfo& info) {
   for (const int bytes : request.shared_bytes) {
     if (bytes <= info.max_shared_bytes) continue;
-    throw CudaError("a kernel of this call needs " + std::to_string(bytes) +
-                    " bytes of shared memory per block, " + info.name + " has " +
-                    std::to_string(info.max_shared_bytes) +
+    throw CudaError("a kernel of this call needs " + std::to_string(bytes) + " bytes of shared memory per block, " +
+                    info.name + " has " + std::to_string(info.max_shared_bytes) +
                     "; the program was made for another GPU: trace or export it again on this one");
   }
 }
@@ -108,8 +104,7 @@ LoadedKernels Load(const KernelRequest& request) {
   const Driver& driver = GetDriver();
   const DeviceInfo& info = GetDeviceInfo(request.device);
   CheckSharedBytes(request, info);
-  const std::string cubin =
-      GetCubin(std::string(request.glue), ArchName(info.arch), request.aligned, request.origin);
+  const std::string cubin = GetCubin(std::string(request.glue), ArchName(info.arch), request.aligned, request.origin);
   const RelaxedCapture relaxed(driver);
   Module module = nullptr;
   driver.Check(driver.cuModuleLoadData(&module, cubin.data()), "cuModuleLoadData");
@@ -121,15 +116,12 @@ LoadedKernels Load(const KernelRequest& request) {
       const std::string name(names.substr(0, blank));
       names = blank == std::string_view::npos ? std::string_view() : names.substr(blank + 1);
       Function function = nullptr;
-      driver.Check(driver.cuModuleGetFunction(&function, module, name.c_str()),
-                   "cuModuleGetFunction(" + name + ")");
+      driver.Check(driver.cuModuleGetFunction(&function, module, name.c_str()), "cuModuleGetFunction(" + name + ")");
       driver.Check(driver.cuFuncSetAttribute(function, kMaxDynamicSharedSizeBytes, shared_bytes),
-                   "cuFuncSetAttribute(" + name + ", " + std::to_string(shared_bytes) +
-                       " bytes of shared memory)");
+                   "cuFuncSetAttribute(" + name + ", " + std::to_string(shared_bytes) + " bytes of shared memory)");
       kernels.functions.push_back(function);
     }
-    if (!names.empty())
-      throw CudaError("cuda_kernels names more kernels than cuda_launch describes");
+    if (!names.empty()) throw CudaError("cuda_kernels names more kernels than cuda_launch describes");
   } catch (...) {
     driver.cuModuleUnload(module);
     throw;

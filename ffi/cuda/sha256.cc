@@ -23,8 +23,8 @@ constexpr uint32_t kRound[64] = {
 void Sha256::Block(const unsigned char* block) {
   uint32_t w[64];
   for (int t = 0; t < 16; ++t) {
-    w[t] = uint32_t{block[4 * t]} << 24 | uint32_t{block[4 * t + 1]} << 16 |
-           uint32_t{block[4 * t + 2]} << 8 | uint32_t{block[4 * t + 3]};
+    w[t] = uint32_t{block[4 * t]} << 24 | uint32_t{block[4 * t + 1]} << 16 | uint32_t{block[4 * t + 2]} << 8 |
+           uint32_t{block[4 * t + 3]};
   }
   for (int t = 16; t < 64; ++t) {
     const uint32_t s0 = std::rotr(w[t - 15], 7) ^ std::rotr(w[t - 15], 18) ^ (w[t - 15] >> 3);
@@ -61,9 +61,7 @@ Sha256& Sha256::Add(std::string_view bytes) {
   return *this;
 }
 
-Sha256& Sha256::AddField(std::string_view bytes) {
-  return Add(std::to_string(bytes.size()) + ":").Add(bytes);
-}
+Sha256& Sha256::AddField(std::string_view bytes) { return Add(std::to_string(bytes.size()) + ":").Add(bytes); }
 
 std::string Sha256::Finish() {
   const uint64_t num_bits = num_bytes_ * 8;
