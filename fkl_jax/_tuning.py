@@ -94,7 +94,7 @@ class Gpu:
 # Of a call that is lowered where no GPU is: what every supported one can run.
 ANY_GPU = Gpu(arch=80, max_shared_bytes=101376, num_multiprocessors=108)
 # Shared memory that a block may have, by compute capability; others: as ANY_GPU.
-_MAX_SHARED_BYTES = {
+MAX_SHARED_BYTES = {
     80: 166912,
     86: 101376,
     87: 166912,
@@ -198,7 +198,7 @@ def _describe(device: Any) -> Gpu:
     arch = 10 * int(major) + int(minor)
     return Gpu(
         arch=arch,
-        max_shared_bytes=_MAX_SHARED_BYTES.get(arch, ANY_GPU.max_shared_bytes),
+        max_shared_bytes=MAX_SHARED_BYTES.get(arch, ANY_GPU.max_shared_bytes),
         num_multiprocessors=int(
             getattr(device, "core_count", ANY_GPU.num_multiprocessors)
         ),

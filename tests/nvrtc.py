@@ -46,9 +46,9 @@ class Nvrtc:
     """One version of NVRTC, found in a folder."""
 
     def __init__(self, folder: Path):
-        # The builtins are looked up by name; loaded first, they are found anywhere.
+        # The builtins are looked up by name; once loaded they are found anywhere.
         for path in sorted(folder.glob("libnvrtc-builtins*.so*")):
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(path))
         (library,) = sorted(folder.glob("libnvrtc.so*"))
         self._lib = ctypes.CDLL(str(library))
         major, minor = ctypes.c_int(), ctypes.c_int()
