@@ -1,12 +1,14 @@
 // The backward pass.
 //
-// A task is (outer element, kv head, part of the head's group, part of the keys). It goes through its query heads; for each it
-// copies Q (scaled), dO, the LSE and delta = rowsum(dout * out) - dlse once, then, key tile by key tile and query tile by
-// query tile, recomputes the scores and probabilities and adds
-//   dV += P^T dO,  dS = P * (dO V^T - delta), through the score program's derivative,  dK += dS^T Q,  dQ += dS K.
-// Sums that several tasks contribute to are kept per task and added up in a fixed order at the end, so that results are
-// bitwise repeatable; only large gradients of bias and captured arrays may use atomic additions, and not when
-// the call is `deterministic`.
+// A task is (outer element, kv head, part of the head's group, part of the keys). It goes through
+// its query heads; for each it copies Q (scaled), dO, the LSE and delta = rowsum(dout * out) - dlse
+// once, then, key tile by key tile and query tile by query tile, recomputes the scores and
+// probabilities and adds
+//   dV += P^T dO,  dS = P * (dO V^T - delta), through the score program's derivative,  dK += dS^T
+//   Q,  dQ += dS K.
+// Sums that several tasks contribute to are kept per task and added up in a fixed order at the end,
+// so that results are bitwise repeatable; only large gradients of bias and captured arrays may use
+// atomic additions, and not when the call is `deterministic`.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -27,9 +29,9 @@ constexpr int kTileColumns = 64;  // a row's live columns fit one 64-bit word
 constexpr int kPackRows = 16;     // rows converted at a time where the copy is not kept
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
-constexpr double kSerialFlops = 2e6;  // below, handing out work costs more than it saves
-constexpr int kTasksPerWorker = 4;    // fewer leave workers idle at the end
-constexpr int kMaxKeyParts = 4;       // each part more packs the queries once more
+constexpr double kSerialFlops = 2e6;                  // below, handing out work costs more than it saves
+constexpr int kTasksPerWorker = 4;                    // fewer leave workers idle at the end
+constexpr int kMaxKeyParts = 4;                       // each part more packs the queries once more
 constexpr int64_t kPrivateFloats = int64_t{1} << 24;  // bound of all per-task copies of one kind of sum
 
 // How contributions of several tasks to one array come together.
@@ -49,20 +51,21 @@ struct Task {
 
 class BackwardCall {
  public:
-  BackwardCall(const AttentionProblem& problem, const BackwardOperands& operands,
-               const BackwardResults& results, const Executor& executor);
+  BackwardCall(const AttentionProblem& problem, const BackwardOperands& operands, const BackwardResults& results,
+               const Executor& executor);
   void Run();
 
  private:
   struct Worker {
-    float *query, *dout;       // [q_seq_len][query_stride_], [q_seq_len][value_stride_]
-    float *neg_lse, *delta;    // [q_seq_len]
-    float* dquery;             // [q_seq_len][query_stride_]
-    float *dkeys, *dvalues;    // [keys][query_stride_], [keys][value_stride_]: a tile's, or all of the head's
+    float *query, *dout;     // [q_seq_len][query_stride_], [q_seq_len][value_stride_]
+    float *neg_lse, *delta;  // [q_seq_len]
+    float* dquery;           // [q_seq_len][query_stride_]
+    float *dkeys,
+        *dvalues;  // [keys][query_stride_], [keys][value_stride_]: a tile's, or all of the head's
     float *key_panels, *value_panels, *keys;
-    float *probs, *dprobs;     // [kTileRows][kTileColumns]
-    float* rows_buffer;        // [kPackRows][widest row]
-    uint8_t* nonfinite;        // by query tile: Q or dO has a NaN or infinity
+    float *probs, *dprobs;  // [kTileRows][kTileColumns]
+    float* rows_buffer;     // [kPackRows][widest row]
+    uint8_t* nonfinite;     // by query tile: Q or dO has a NaN or infinity
     TileRow* rows;
     Strip* strips;
     std::vector<LiveTile> live_tiles;
@@ -113,7 +116,7 @@ class BackwardCall {
   int key_parts_ = 1, group_parts_ = 1, heads_per_part_ = 1;
   bool keeps_head_keys_ = false;  // dK and dV of a whole head until all its query heads are done
   Sharing bias_sharing_ = Sharing::kDirect, capture_sharing_ = Sharing::kDirect;
-  int64_t bias_size_ = 0;                // of one outer element's part of dbias
+  int64_t bias_size_ = 0;               // of one outer element's part of dbias
   std::vector<int64_t> capture_sizes_;  // 0: not asked for
   int64_t captures_size_ = 0;
   int64_t num_tasks_ = 0;
@@ -154,16 +157,15 @@ BackwardCall::BackwardCall(const AttentionProblem& problem, const BackwardOperan
     bias_size_ = axis(p_.bias_strides.head, p_.num_q_heads) * axis(p_.bias_strides.row, p_.q_seq_len) *
                  axis(p_.bias_strides.column, p_.kv_seq_len);
   }
-  const double flops = 5.0 * static_cast<double>(p_.num_outer() * p_.num_q_heads) *
-                       static_cast<double>(p_.q_seq_len) * static_cast<double>(p_.kv_seq_len) *
-                       (p_.head_dim + p_.value_head_dim);
+  const double flops = 5.0 * static_cast<double>(p_.num_outer() * p_.num_q_heads) * static_cast<double>(p_.q_seq_len) *
+                       static_cast<double>(p_.kv_seq_len) * (p_.head_dim + p_.value_head_dim);
   if (flops < kSerialFlops) executor_.num_workers = 1;
   SplitWork();
   ChooseSharing();
 }
 
-// Cuts heads further when there are too few to keep the workers busy: first a kv head's group of query heads, whose
-// shared sums (dK and dV) are small, then the keys.
+// Cuts heads further when there are too few to keep the workers busy: first a kv head's group of
+// query heads, whose shared sums (dK and dV) are small, then the keys.
 void BackwardCall::SplitWork() {
   const int64_t num_heads = p_.num_outer() * p_.num_kv_heads;
   const int64_t wanted = executor_.num_workers > 1 ? int64_t{kTasksPerWorker} * executor_.num_workers : 1;
@@ -214,14 +216,14 @@ void BackwardCall::ReserveMemory() {
   at_.delta = w.Reserve<float>(n * RoundUp(q_len, 16));
   const bool sums_queries = needs_dquery_ && key_parts_ > 1;
   at_.dquery = w.Reserve<float>(needs_dquery_ && !sums_queries ? n * q_len * query_stride_ : 0);
-  at_.partial_queries = w.Reserve<float>(
-      sums_queries ? key_parts_ * p_.num_outer() * p_.num_q_heads * q_len * query_stride_ : 0);
+  at_.partial_queries =
+      w.Reserve<float>(sums_queries ? key_parts_ * p_.num_outer() * p_.num_q_heads * q_len * query_stride_ : 0);
   const int64_t keys_kept = !keeps_head_keys_ ? kTileColumns : group_parts_ == 1 ? kv_padded_ : 0;
   at_.dkeys = w.Reserve<float>(n * keys_kept * query_stride_);
   at_.dvalues = w.Reserve<float>(n * keys_kept * value_stride_);
   at_.partial_keys = w.Reserve<float>(group_parts_ == 1 ? 0
-                                                        : group_parts_ * p_.num_outer() * p_.num_kv_heads *
-                                                              kv_padded_ * (query_stride_ + value_stride_));
+                                                        : group_parts_ * p_.num_outer() * p_.num_kv_heads * kv_padded_ *
+                                                              (query_stride_ + value_stride_));
   at_.key_panels = w.Reserve<float>(n * kTileColumns * query_stride_);
   at_.value_panels = w.Reserve<float>(n * kTileColumns * value_stride_);
   at_.keys = w.Reserve<float>(n * kTileColumns * query_stride_);
@@ -299,9 +301,8 @@ void BackwardCall::Run() {
   ReserveMemory();
   MakeWorkers();
   ClearResults();
-  ParallelFor(executor_, num_tasks_, [&](int64_t number, int worker) {
-    RunTask(workers_[static_cast<size_t>(worker)], TaskOf(number));
-  });
+  ParallelFor(executor_, num_tasks_,
+              [&](int64_t number, int worker) { RunTask(workers_[static_cast<size_t>(worker)], TaskOf(number)); });
   if (key_parts_ > 1) ReduceQueries();
   if (group_parts_ > 1) ReduceKeys();
   ReduceOthers();
@@ -356,11 +357,10 @@ void BackwardCall::RunTask(Worker& worker, const Task& task) {
     for (size_t i = 0; i < capture_sizes_.size(); captures += capture_sizes_[i], ++i) {
       worker.capture_grads[i] = {};
       if (capture_sizes_[i] == 0) continue;
-      worker.capture_grads[i] = {
-          capture_sharing_ == Sharing::kPrivate
-              ? captures
-              : static_cast<float*>(results_.dcaptures[i].Address(task.outer, 0)),
-          capture_sharing_ == Sharing::kAtomic};
+      worker.capture_grads[i] = {capture_sharing_ == Sharing::kPrivate
+                                     ? captures
+                                     : static_cast<float*>(results_.dcaptures[i].Address(task.outer, 0)),
+                                 capture_sharing_ == Sharing::kAtomic};
     }
   }
   if (worker.score) worker.score->BindCaptures(p_.CapturesOf(task.outer));
@@ -430,8 +430,8 @@ void BackwardCall::RunTask(Worker& worker, const Task& task) {
   }
 }
 
-// Copies of the head's Q (scaled) and dO, and the two numbers per row. Rows that attend to nothing (LSE -inf) become 0, so that
-// NaN in them goes nowhere.
+// Copies of the head's Q (scaled) and dO, and the two numbers per row. Rows that attend to nothing
+// (LSE -inf) become 0, so that NaN in them goes nowhere.
 void BackwardCall::BeginHead(Worker& worker, const Task& task, int head) {
   const int64_t live_q = p_.QueryLength(task.outer);
   const int64_t query_row = int64_t{p_.num_q_heads} * p_.head_dim;
@@ -593,7 +593,8 @@ void BackwardCall::AddBiasGradient(const Tile& tile, int q, const float* dscores
 }
 
 void BackwardCall::AccumulateProducts(Worker& worker, const Tile& tile, bool is_mixed) {
-  // dV += P^T dO and dK += dS^T Q, strips of keys; in a mixed tile from the first to the last query that sees any of them.
+  // dV += P^T dO and dK += dS^T Q, strips of keys; in a mixed tile from the first to the last query
+  // that sees any of them.
   const auto add_transposed = [&](const float* tile_values, const float* rows, int64_t stride, float* out) {
     GemmArgs g = {};
     g.a = tile_values;
@@ -732,8 +733,8 @@ void BackwardCall::ReduceQueries() {
                    static_cast<int>((end - begin) * query_stride_));
     }
     for (int64_t q = begin; q < end; ++q) {
-      isa_.store_row(results_.dquery.Address(outer, q * query_row + int64_t{head} * p_.head_dim),
-                     results_.dquery.dtype, sum + (q - begin) * query_stride_, p_.ScaleOf(outer), p_.head_dim);
+      isa_.store_row(results_.dquery.Address(outer, q * query_row + int64_t{head} * p_.head_dim), results_.dquery.dtype,
+                     sum + (q - begin) * query_stride_, p_.ScaleOf(outer), p_.head_dim);
     }
   });
 }

@@ -12,9 +12,10 @@
 
 namespace fkl {
 
-// The parts of an array that belong to the elements of *V x *B ("outer" elements, numbered row-major), broadcast or not.
+// The parts of an array that belong to the elements of *V x *B ("outer" elements, numbered
+// row-major), broadcast or not.
 struct OuterOffsets {
-  int64_t step = 0;             // offset = outer * step, unless there is a table
+  int64_t step = 0;            // offset = outer * step, unless there is a table
   std::vector<int64_t> table;  // offset by outer element
   int64_t At(int64_t outer) const { return table.empty() ? outer * step : table[static_cast<size_t>(outer)]; }
 };
@@ -47,7 +48,8 @@ struct Result {
   }
 };
 
-// Strides of an array that may be broadcast over heads, queries and keys (bias), or over heads (block mask).
+// Strides of an array that may be broadcast over heads, queries and keys (bias), or over heads
+// (block mask).
 struct BroadcastStrides {
   int64_t head = 0, row = 0, column = 0;
 };
@@ -83,15 +85,9 @@ struct AttentionProblem {
   float ScaleOf(int64_t outer) const { return *scale.At<float>(outer); }
   // The indices that programs see.
   int32_t GlobalBatch(int64_t outer) const { return batch_index ? *batch_index.At<int32_t>(outer) : 0; }
-  int32_t GlobalHead(int64_t outer, int head) const {
-    return head_index ? head_index.At<int32_t>(outer)[head] : 0;
-  }
-  int64_t GlobalQuery(int64_t outer, int64_t q) const {
-    return q + (q_offset ? *q_offset.At<int32_t>(outer) : 0);
-  }
-  int64_t GlobalKey(int64_t outer, int64_t kv) const {
-    return kv + (kv_offset ? *kv_offset.At<int32_t>(outer) : 0);
-  }
+  int32_t GlobalHead(int64_t outer, int head) const { return head_index ? head_index.At<int32_t>(outer)[head] : 0; }
+  int64_t GlobalQuery(int64_t outer, int64_t q) const { return q + (q_offset ? *q_offset.At<int32_t>(outer) : 0); }
+  int64_t GlobalKey(int64_t outer, int64_t kv) const { return kv + (kv_offset ? *kv_offset.At<int32_t>(outer) : 0); }
   // Rows and keys from these on are dead.
   int64_t QueryLength(int64_t outer) const { return Length(q_seq_lengths, outer, q_seq_len); }
   int64_t KeyLength(int64_t outer) const { return Length(kv_seq_lengths, outer, kv_seq_len); }
@@ -120,12 +116,12 @@ struct BackwardResults {
 };
 
 // Each writes every element of its results. They throw std::bad_alloc.
-void AttentionForward(const AttentionProblem& problem, const ForwardResults& results,
-                      const Executor& executor);
+void AttentionForward(const AttentionProblem& problem, const ForwardResults& results, const Executor& executor);
 void AttentionBackward(const AttentionProblem& problem, const BackwardOperands& operands,
                        const BackwardResults& results, const Executor& executor);
 
-// Tiles classified since the process started, for tests: they show that dead tiles are not computed.
+// Tiles classified since the process started, for tests: they show that dead tiles are not
+// computed.
 struct TileCounts {
   std::atomic<int64_t> full{0}, mixed{0}, dead{0};
 };

@@ -1,10 +1,11 @@
 // The forward pass.
 //
-// A tile is up to 128 query rows of one kv head (all of one query head, or, when there are few queries, of several) against
-// 256 keys at a time: scores, softmax row by row, weighted values, with the running maximum and sum of the online
-// softmax. Three ways to the keys and values:
-//   packed   K^T and V of whole heads are packed once into a workspace and shared by the tiles of all queries;
-//   local    all rows of a kv head fit one tile: each key tile is packed where it is used, and the keys are split
+// A tile is up to 128 query rows of one kv head (all of one query head, or, when there are few
+// queries, of several) against 256 keys at a time: scores, softmax row by row, weighted values,
+// with the running maximum and sum of the online softmax. Three ways to the keys and values:
+//   packed   K^T and V of whole heads are packed once into a workspace and shared by the tiles of
+//   all queries; local    all rows of a kv head fit one tile: each key tile is packed where it is
+//   used, and the keys are split
 //            over tasks whose partial results are merged in a fixed order;
 //   in place as local with at most 4 rows: packing would cost more than it saves.
 #include <algorithm>
@@ -99,14 +100,15 @@ class ForwardCall {
   Executor executor_;
   MaskPlan plan_;
   KeyAccess access_;
-  bool uses_bf16_;           // products of bf16 pairs
-  bool has_row_steps_;       // bias or score program
+  bool uses_bf16_;            // products of bf16 pairs
+  bool has_row_steps_;        // bias or score program
   int num_q_tiles_, q_tile_;  // query tiles of a head
   int heads_per_tile_, head_groups_;
-  int64_t query_stride_;  // in elements of 4 bytes (floats or pairs)
-  int64_t value_stride_;  // floats of an accumulator row, words of a V row
-  int key_depth_;         // k steps of the score product
-  int keys_per_step_;     // of the value product: 2 with pairs
+  int kv_heads_per_tile_ = 1;  // more than one only in place
+  int64_t query_stride_;       // in elements of 4 bytes (floats or pairs)
+  int64_t value_stride_;       // floats of an accumulator row, words of a V row
+  int key_depth_;              // k steps of the score product
+  int keys_per_step_;          // of the value product: 2 with pairs
 
   Workspace workspace_;
   struct {
@@ -118,21 +120,25 @@ class ForwardCall {
   std::vector<Worker> workers_;
 };
 
-ForwardCall::ForwardCall(const AttentionProblem& problem, const ForwardResults& results,
-                         const Executor& executor)
+ForwardCall::ForwardCall(const AttentionProblem& problem, const ForwardResults& results, const Executor& executor)
     : p_(problem), results_(results), isa_(*problem.isa), executor_(executor), plan_(problem) {
   const int64_t group = p_.group_size();
   num_q_tiles_ = static_cast<int>(CeilDiv(p_.q_seq_len, kTileRows));
-  q_tile_ = static_cast<int>(
-      std::min<int64_t>(RoundUp(CeilDiv(p_.q_seq_len, num_q_tiles_), isa_.strip_rows), kTileRows));
+  q_tile_ =
+      static_cast<int>(std::min<int64_t>(RoundUp(CeilDiv(p_.q_seq_len, num_q_tiles_), isa_.strip_rows), kTileRows));
   num_q_tiles_ = static_cast<int>(CeilDiv(p_.q_seq_len, q_tile_));
-  heads_per_tile_ =
-      num_q_tiles_ > 1 ? 1 : static_cast<int>(std::min<int64_t>(group, kTileRows / p_.q_seq_len));
+  heads_per_tile_ = num_q_tiles_ > 1 ? 1 : static_cast<int>(std::min<int64_t>(group, kTileRows / p_.q_seq_len));
   head_groups_ = static_cast<int>(CeilDiv(group, heads_per_tile_));
   const bool is_one_tile = num_q_tiles_ == 1 && head_groups_ == 1;
-  access_ = !is_one_tile                              ? KeyAccess::kPacked
+  access_ = !is_one_tile                         ? KeyAccess::kPacked
             : group * p_.q_seq_len > kMaxDotRows ? KeyAccess::kLocal
-                                                      : KeyAccess::kInPlace;
+                                                 : KeyAccess::kInPlace;
+  // A row of keys holds all heads: read in one go, it comes at the speed of the memory. Masks that
+  // tell heads apart would have to be live for all of them to skip anything.
+  const bool heads_share_masks = !p_.block_mask && (p_.mask.empty() || !p_.head_index);
+  if (access_ == KeyAccess::kInPlace && heads_share_masks) {
+    kv_heads_per_tile_ = static_cast<int>(std::min<int64_t>(p_.num_kv_heads, kTileRows / (group * p_.q_seq_len)));
+  }
   uses_bf16_ = p_.query.dtype == DType::kBF16 && !p_.full_precision && isa_.softmax_rows_bf16 != nullptr &&
                access_ != KeyAccess::kInPlace;
   has_row_steps_ = bool(p_.bias) || !p_.score.empty();
@@ -142,9 +148,8 @@ ForwardCall::ForwardCall(const AttentionProblem& problem, const ForwardResults& 
   value_stride_ = RoundUp(p_.value_head_dim, isa_.vector_width);
   num_kv_tiles_ = CeilDiv(p_.kv_seq_len, kTileColumns);
   kv_padded_ = RoundUp(p_.kv_seq_len, isa_.panel_width);
-  const double flops = 2.0 * static_cast<double>(p_.num_outer() * p_.num_q_heads) *
-                       static_cast<double>(p_.q_seq_len) * static_cast<double>(p_.kv_seq_len) *
-                       (p_.head_dim + p_.value_head_dim);
+  const double flops = 2.0 * static_cast<double>(p_.num_outer() * p_.num_q_heads) * static_cast<double>(p_.q_seq_len) *
+                       static_cast<double>(p_.kv_seq_len) * (p_.head_dim + p_.value_head_dim);
   if (flops < kSerialFlops) executor_.num_workers = 1;
 }
 
@@ -192,10 +197,12 @@ RowTile ForwardCall::MakeRowTile(int64_t outer, int kv_head, int head_group, int
   const int first = head_group * heads_per_tile_;
   tile.first_head = kv_head * p_.group_size() + first;
   tile.num_heads = std::min(heads_per_tile_, p_.group_size() - first);
+  if (kv_heads_per_tile_ > 1) {
+    tile.num_heads = std::min(kv_heads_per_tile_, p_.num_kv_heads - kv_head) * p_.group_size();
+  }
   tile.q_begin = q_tile * q_tile_;
   tile.num_q = static_cast<int>(std::min<int64_t>(q_tile_, p_.q_seq_len - tile.q_begin));
-  tile.num_live_q =
-      static_cast<int>(std::clamp<int64_t>(p_.QueryLength(outer) - tile.q_begin, 0, tile.num_q));
+  tile.num_live_q = static_cast<int>(std::clamp<int64_t>(p_.QueryLength(outer) - tile.q_begin, 0, tile.num_q));
   return tile;
 }
 
@@ -237,8 +244,8 @@ void ForwardCall::RunPacked() {
   const size_t head_bytes =
       static_cast<size_t>(kv_padded_ * (key_depth_ + value_stride_ / keys_per_step_)) * sizeof(float);
   // More heads than fit the bound are done in waves, so that memory does not grow with the batch.
-  const int64_t wave = std::clamp<int64_t>(
-      static_cast<int64_t>(kPackedBytes / std::max<size_t>(head_bytes, 1)), 1, num_heads);
+  const int64_t wave =
+      std::clamp<int64_t>(static_cast<int64_t>(kPackedBytes / std::max<size_t>(head_bytes, 1)), 1, num_heads);
   ReserveWorkers();
   packed_keys_ = workspace_.Reserve<float>(wave * kv_padded_ * key_depth_);
   packed_values_ = workspace_.Reserve<float>(wave * kv_padded_ / keys_per_step_ * value_stride_);
@@ -261,8 +268,8 @@ void ForwardCall::RunPacked() {
           PackKeys(head, kv_begin, static_cast<int>(num_kv), packed.keys + kv_begin * key_depth_,
                    packed.values + kv_begin / keys_per_step_ * value_stride_);
     });
-    // Head by head, so that the tiles at work at one time share a head's keys; in a head the last queries first, which
-    // under a causal mask see most keys.
+    // Head by head, so that the tiles at work at one time share a head's keys; in a head the last
+    // queries first, which under a causal mask see most keys.
     const int64_t tiles_per_head = int64_t{head_groups_} * num_q_tiles_;
     ParallelFor(executor_, count * tiles_per_head, [&](int64_t task, int worker_number) {
       Worker& worker = workers_[static_cast<size_t>(worker_number)];
@@ -278,8 +285,7 @@ void ForwardCall::RunPacked() {
         const int64_t kv_begin = live.index * kTileColumns;
         const int num_kv = static_cast<int>(std::min<int64_t>(kTileColumns, rect.num_kv - kv_begin));
         VisitKeys(worker, tile, kv_begin, num_kv, live.mixed,
-                  {packed.keys + kv_begin * key_depth_,
-                   packed.values + kv_begin / keys_per_step_ * value_stride_,
+                  {packed.keys + kv_begin * key_depth_, packed.values + kv_begin / keys_per_step_ * value_stride_,
                    packed.nonfinite[live.index] != 0});
       }
       StoreTile(worker, tile);
@@ -288,7 +294,8 @@ void ForwardCall::RunPacked() {
 }
 
 void ForwardCall::RunLocal() {
-  const int64_t num_heads = p_.num_outer() * p_.num_kv_heads;
+  const int64_t heads_per_outer = CeilDiv(p_.num_kv_heads, kv_heads_per_tile_);
+  const int64_t num_heads = p_.num_outer() * heads_per_outer;
   // The split depends on shapes alone, so the result does not depend on the number of threads.
   constexpr int64_t kEnoughTasks = 32, kMaxChunks = 64, kMinChunkTiles = 4;
   int64_t chunk_tiles = std::max<int64_t>(num_kv_tiles_, 1);
@@ -296,7 +303,7 @@ void ForwardCall::RunLocal() {
     chunk_tiles = std::max(kMinChunkTiles, CeilDiv(num_kv_tiles_, kMaxChunks));
   }
   const int64_t num_chunks = std::max<int64_t>(CeilDiv(num_kv_tiles_, chunk_tiles), 1);
-  const int64_t max_rows = int64_t{p_.group_size()} * p_.q_seq_len;
+  const int64_t max_rows = int64_t{kv_heads_per_tile_} * p_.group_size() * p_.q_seq_len;
   const int64_t partial_size = max_rows * (value_stride_ + 2);
   ReserveWorkers();
   partial_ = workspace_.Reserve<float>(num_chunks > 1 ? num_heads * num_chunks * partial_size : 0);
@@ -306,7 +313,7 @@ void ForwardCall::RunLocal() {
     return workspace_.At<float>(partial_) + (head * num_chunks + chunk) * partial_size;
   };
   const auto tile_of = [&](int64_t head) {
-    return MakeRowTile(head / p_.num_kv_heads, static_cast<int>(head % p_.num_kv_heads), 0, 0);
+    return MakeRowTile(head / heads_per_outer, static_cast<int>(head % heads_per_outer) * kv_heads_per_tile_, 0, 0);
   };
   ParallelFor(executor_, num_heads * num_chunks, [&](int64_t task, int worker_number) {
     Worker& worker = workers_[static_cast<size_t>(worker_number)];
@@ -331,8 +338,7 @@ void ForwardCall::RunLocal() {
     const int rows = tile.num_rows();
     std::memcpy(partial, worker.acc, sizeof(float) * static_cast<size_t>(rows * value_stride_));
     std::memcpy(partial + max_rows * value_stride_, worker.row_max, sizeof(float) * static_cast<size_t>(rows));
-    std::memcpy(partial + max_rows * (value_stride_ + 1), worker.row_sum,
-                sizeof(float) * static_cast<size_t>(rows));
+    std::memcpy(partial + max_rows * (value_stride_ + 1), worker.row_sum, sizeof(float) * static_cast<size_t>(rows));
   });
   if (num_chunks == 1) return;
   ParallelFor(executor_, num_heads, [&](int64_t head, int worker_number) {
@@ -363,8 +369,8 @@ void ForwardCall::RunLocal() {
   });
 }
 
-// Copies the queries, with `scale` in them: the maximum of a row is taken after scaling, so any sign is right. bf16 pairs
-// take the sign only, which is exact; the softmax applies the size.
+// Copies the queries, with `scale` in them: the maximum of a row is taken after scaling, so any
+// sign is right. bf16 pairs take the sign only, which is exact; the softmax applies the size.
 void ForwardCall::BeginTile(Worker& worker, const RowTile& tile) const {
   const float scale = p_.ScaleOf(tile.outer);
   const int64_t row_stride = int64_t{p_.num_q_heads} * p_.head_dim;
@@ -414,7 +420,8 @@ void ForwardCall::VisitKeys(Worker& worker, const RowTile& tile, int64_t kv_begi
     DotArgs dot = {};
     dot.query = static_cast<const float*>(worker.query);
     dot.query_stride = query_stride_;
-    dot.num_rows = num_rows;
+    dot.num_heads = tile.num_heads / p_.group_size();
+    dot.num_rows = num_rows / dot.num_heads;
     dot.keys = p_.key.Address(tile.outer, kv_begin * key_row + int64_t{tile.kv_head} * p_.head_dim);
     dot.dtype = p_.key.dtype;
     dot.key_stride = key_row;
@@ -434,7 +441,8 @@ void ForwardCall::VisitKeys(Worker& worker, const RowTile& tile, int64_t kv_begi
     WeightedSumArgs sum = {};
     sum.probs = worker.scores;
     sum.prob_stride = kTileColumns;
-    sum.num_rows = num_rows;
+    sum.num_heads = dot.num_heads;
+    sum.num_rows = dot.num_rows;
     sum.values = p_.value.Address(tile.outer, kv_begin * value_row + int64_t{tile.kv_head} * p_.value_head_dim);
     sum.dtype = p_.value.dtype;
     sum.value_stride = value_row;
@@ -456,8 +464,7 @@ void ForwardCall::VisitKeys(Worker& worker, const RowTile& tile, int64_t kv_begi
   }
 }
 
-void ForwardCall::ScoreProduct(Worker& worker, int num_rows, int num_kv, bool is_mixed,
-                               const void* key_panels) const {
+void ForwardCall::ScoreProduct(Worker& worker, int num_rows, int num_kv, bool is_mixed, const void* key_panels) const {
   GemmArgs g = {};
   g.a = worker.query;
   g.a_stride = query_stride_;
@@ -511,16 +518,17 @@ void ForwardCall::Softmax(Worker& worker, const RowTile& tile, int64_t kv_begin,
   }
 }
 
-// Bias and score program on the columns [begin, end) of one row; returns where the row is afterwards.
-const float* ForwardCall::RowSteps(Worker& worker, int64_t outer, int head, int64_t q, int64_t kv_begin,
-                                   int begin, int end, float left_scale, float* scores) const {
+// Bias and score program on the columns [begin, end) of one row; returns where the row is
+// afterwards.
+const float* ForwardCall::RowSteps(Worker& worker, int64_t outer, int head, int64_t q, int64_t kv_begin, int begin,
+                                   int end, float left_scale, float* scores) const {
   if (begin >= end) return scores;
   float* live = scores + begin;
   if (p_.bias) {
     const BroadcastStrides& strides = p_.bias_strides;
     const int64_t first = head * strides.head + q * strides.row + (kv_begin + begin) * strides.column;
-    isa_.add_bias(live, left_scale, p_.bias.Address(outer, first), p_.bias.dtype,
-                  static_cast<int>(strides.column), end - begin);
+    isa_.add_bias(live, left_scale, p_.bias.Address(outer, first), p_.bias.dtype, static_cast<int>(strides.column),
+                  end - begin);
   } else if (left_scale != 1.0f) {
     const float zero = 0.0f;
     isa_.add_bias(live, left_scale, &zero, DType::kF32, 0, end - begin);
@@ -532,8 +540,7 @@ const float* ForwardCall::RowSteps(Worker& worker, int64_t outer, int head, int6
 }
 
 // acc = row_scale * acc + P V.
-void ForwardCall::ValueProduct(Worker& worker, int num_rows, int num_kv, bool is_mixed,
-                               const KeyTile& keys) const {
+void ForwardCall::ValueProduct(Worker& worker, int num_rows, int num_kv, bool is_mixed, const KeyTile& keys) const {
   GemmArgs g = {};
   g.a = worker.probs;
   g.a_stride = kTileColumns / keys_per_step_;
@@ -577,7 +584,8 @@ void ForwardCall::ValueProductSkippingZeros(Worker& worker, int num_rows, const 
   }
 }
 
-// Divides by the sum, with the sink's share in it, and writes out and the LSE; dead rows get 0 and -inf.
+// Divides by the sum, with the sink's share in it, and writes out and the LSE; dead rows get 0 and
+// -inf.
 void ForwardCall::StoreTile(Worker& worker, const RowTile& tile) const {
   const int64_t out_row = int64_t{p_.num_q_heads} * p_.value_head_dim;
   int row = 0;
@@ -621,8 +629,7 @@ void ForwardCall::StoreZeroRow(int64_t outer, int64_t out_index) const {
 
 }  // namespace
 
-void AttentionForward(const AttentionProblem& problem, const ForwardResults& results,
-                      const Executor& executor) {
+void AttentionForward(const AttentionProblem& problem, const ForwardResults& results, const Executor& executor) {
   if (problem.num_outer() == 0 || problem.q_seq_len == 0 || problem.num_q_heads == 0) return;
   ForwardCall(problem, results, executor).Run();
 }

@@ -10,18 +10,14 @@ inline int SizeOf(DType dtype) {
   switch (dtype) {
     case DType::kBool:
     case DType::kS8:
-    case DType::kU8:
-      return 1;
+    case DType::kU8: return 1;
     case DType::kBF16:
     case DType::kF16:
     case DType::kS16:
-    case DType::kU16:
-      return 2;
+    case DType::kU16: return 2;
     case DType::kF64:
-    case DType::kS64:
-      return 8;
-    default:
-      return 4;
+    case DType::kS64: return 8;
+    default: return 4;
   }
 }
 

@@ -1,10 +1,11 @@
 // The table of kernels that one instruction set exports. Plain data only (see program_ops.h).
 //
-// isa_portable.cc, isa_avx2.cc, isa_avx512.cc and isa_avx512_bf16.cc each fill one table from the same sources
-// (isa_kernels.inc, row_ops.inc); SelectIsa() picks once per process what the CPU has.
+// isa_portable.cc, isa_avx2.cc, isa_avx512.cc and isa_avx512_bf16.cc each fill one table from the
+// same sources (isa_kernels.inc, row_ops.inc); SelectIsa() picks once per process what the CPU has.
 //
-// Shapes of the working copies: a tile has up to 256 key columns; K^T is kept in panels of panel_width columns,
-// [panel][head_dim][panel_width]; every other copy is row-major with rows padded to the vector width.
+// Shapes of the working copies: a tile has up to 256 key columns; K^T is kept in panels of
+// panel_width columns, [panel][head_dim][panel_width]; every other copy is row-major with rows
+// padded to the vector width.
 #ifndef FKL_FFI_CPU_ISA_H_
 #define FKL_FFI_CPU_ISA_H_
 
@@ -17,7 +18,8 @@ namespace fkl {
 enum GemmMode : int {
   kGemmOverwrite,
   kGemmAdd,
-  kGemmScaleAdd,  // C = row_scale[r] * C + sum: the online softmax rescales on the way through the accumulators
+  kGemmScaleAdd,  // C = row_scale[r] * C + sum: the online softmax rescales on the way through the
+                  // accumulators
   kNumGemmModes
 };
 
@@ -37,12 +39,14 @@ struct GemmArgs {
 
 // What is live in one row of a mixed tile.
 struct TileRow {
-  int begin, end;            // all live columns are in [begin, end); begin is a multiple of 16; equal: none is live
+  int begin,
+      end;                   // all live columns are in [begin, end); begin is a multiple of 16; equal: none is live
   int zero_begin, zero_end;  // columns of P that must hold 0 where they are not live
   unsigned bits[kRowWidth / 32];
 };
 
-// Online softmax: turns rows of scores into exp(score_scale * score - row_max) and updates the running state.
+// Online softmax: turns rows of scores into exp(score_scale * score - row_max) and updates the
+// running state.
 struct SoftmaxArgs {
   const float* scores;
   long long score_stride;
@@ -77,16 +81,19 @@ struct PackArgs {
   int num_rows;          // rows read; rows up to padded_rows become 0
   int padded_rows;
   int num_columns;
-  float scale;           // pack_rows only
+  float scale;  // pack_rows only
   void* out;
-  long long out_stride;  // pack_rows: elements between rows, >= num_columns rounded up to the vector width
+  long long out_stride;  // pack_rows: elements between rows, >= num_columns rounded up to the
+                         // vector width
 };
 
-// Scores of few query rows against keys read in place.
+// Scores of few query rows against keys read in place. Rows are those of one key/value head after
+// the other.
 struct DotArgs {
   const float* query;
   long long query_stride;
-  int num_rows;  // 1..kMaxDotRows
+  int num_heads;  // key/value heads, adjacent in memory
+  int num_rows;   // of each head, 1..kMaxDotRows
   const void* keys;
   DType dtype;
   long long key_stride;
@@ -97,11 +104,13 @@ struct DotArgs {
 };
 constexpr int kMaxDotRows = 4;
 
-// acc[r] = row_scale[r] * acc[r] + sum over keys of probs[r][key] * values[key], values read in place.
+// acc[r] = row_scale[r] * acc[r] + sum over keys of probs[r][key] * values[key], values read in
+// place.
 struct WeightedSumArgs {
   const float* probs;
   long long prob_stride;
-  int num_rows;  // 1..kMaxDotRows
+  int num_heads;  // key/value heads, adjacent in memory
+  int num_rows;   // of each head, 1..kMaxDotRows
   const void* values;
   DType dtype;
   long long value_stride;
@@ -119,9 +128,11 @@ struct IsaKernels {
 
   // Runs instructions [begin, end) of a program over one row.
   void (*run_row)(const RowInstruction* begin, const RowInstruction* end, const RowContext& context);
-  // bits[c / 32] bit c % 32 = (row[c] != 0) for c < num_lanes; the rest of the kRowWidth / 32 words become 0.
+  // bits[c / 32] bit c % 32 = (row[c] != 0) for c < num_lanes; the rest of the kRowWidth / 32 words
+  // become 0.
   void (*row_to_bits)(const int* row, int num_lanes, unsigned* bits);
-  // row[c] = bit c of bits ? row[c] : 0, for c < num_lanes (a select: NaN in a dead lane becomes 0).
+  // row[c] = bit c of bits ? row[c] : 0, for c < num_lanes (a select: NaN in a dead lane becomes
+  // 0).
   void (*select_row)(float* row, const unsigned* bits, int num_lanes);
 
   int panel_width;  // columns of a register block
@@ -149,8 +160,8 @@ struct IsaKernels {
   void (*dot_scores)(const DotArgs& args);
   void (*weighted_sum)(const WeightedSumArgs& args);
 
-  // Products of bf16 pairs accumulated in float32; null unless the CPU has AVX512_BF16. A pair is two elements
-  // adjacent along k in one 32-bit word; strides and depth count pairs.
+  // Products of bf16 pairs accumulated in float32; null unless the CPU has AVX512_BF16. A pair is
+  // two elements adjacent along k in one 32-bit word; strides and depth count pairs.
   void (*gemm_bf16[kNumGemmModes])(const GemmArgs& args);
   void (*softmax_rows_bf16)(const SoftmaxArgs& args);
   bool (*pack_panels_bf16)(const PackArgs& args);     // K^T, pairs along head_dim

@@ -2,6 +2,7 @@
 #define FKL_ISA_NS avx512
 #define FKL_W 16
 #define FKL_STRIP_ROWS 8
+// In this order, each needs those before.
 #include "cpu/vector.inc"
 
 #include "cpu/row_ops.inc"

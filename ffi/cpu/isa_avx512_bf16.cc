@@ -3,6 +3,7 @@
 #define FKL_W 16
 #define FKL_STRIP_ROWS 8
 #define FKL_HAS_BF16
+// In this order, each needs those before.
 #include "cpu/vector.inc"
 
 #include "cpu/row_ops.inc"

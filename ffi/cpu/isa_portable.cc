@@ -2,6 +2,7 @@
 #define FKL_ISA_NS portable
 #define FKL_W 4
 #define FKL_STRIP_ROWS 6
+// In this order, each needs those before.
 #include "cpu/vector.inc"
 
 #include "cpu/row_ops.inc"

@@ -15,8 +15,8 @@ std::vector<const IsaKernels*> SupportedIsas() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     kernels.push_back(&kKernelsAvx2);
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq")) {
       kernels.push_back(&kKernelsAvx512);
       if (__builtin_cpu_supports("avx512bf16")) kernels.push_back(&kKernelsAvx512Bf16);
     }

@@ -14,8 +14,8 @@ struct IsaChoice {
   std::string error;  // why there is none
 };
 
-// Decided at the first call (the module makes it when it is imported) and kept: the widest set that this CPU has, or the
-// one named by the environment variable FKL_JAX_CPU_ISA.
+// Decided at the first call (the module makes it when it is imported) and kept: the widest set that
+// this CPU has, or the one named by the environment variable FKL_JAX_CPU_ISA.
 const IsaChoice& SelectIsa();
 
 // The sets that this CPU and operating system support, widest last.

@@ -91,8 +91,7 @@ Liveness MaskPlan::ClassifySegments(const TileRect& rect) const {
 Liveness MaskPlan::ClassifyBlocks(const TileRect& rect) const {
   const AttentionProblem& p = problem_;
   const int64_t q_first = rect.q_begin / p.block_q, q_last = (rect.q_begin + rect.num_q - 1) / p.block_q;
-  const int64_t kv_first = rect.kv_begin / p.block_kv,
-                kv_last = (rect.kv_begin + rect.num_kv - 1) / p.block_kv;
+  const int64_t kv_first = rect.kv_begin / p.block_kv, kv_last = (rect.kv_begin + rect.num_kv - 1) / p.block_kv;
   const int num_heads = p.block_mask_strides.head ? rect.num_heads : 1;
   bool any_live = false, any_dead = false;
   for (int head = rect.first_head; head < rect.first_head + num_heads; ++head) {
@@ -107,8 +106,8 @@ Liveness MaskPlan::ClassifyBlocks(const TileRect& rect) const {
   return any_live ? Liveness::kAll : Liveness::kNone;
 }
 
-void MaskPlan::Bisect(const TileRect& rect, Axis axis, int tile, int64_t begin, int64_t end,
-                      bool program_is_live, std::vector<LiveTile>* tiles) const {
+void MaskPlan::Bisect(const TileRect& rect, Axis axis, int tile, int64_t begin, int64_t end, bool program_is_live,
+                      std::vector<LiveTile>* tiles) const {
   const bool is_key = axis == Axis::kKey;
   TileRect part = rect;
   int64_t& part_begin = is_key ? part.kv_begin : part.q_begin;
@@ -148,8 +147,7 @@ void MaskPlan::LiveTiles(const TileRect& rect, Axis axis, int tile, std::vector<
   const int64_t count = (size + tile - 1) / tile;
   Bisect(rect, axis, tile, 0, count, problem_.mask.empty(), tiles);
   const int64_t num_live = static_cast<int64_t>(tiles->size());
-  const int64_t num_mixed =
-      std::count_if(tiles->begin(), tiles->end(), [](const LiveTile& t) { return t.mixed != 0; });
+  const int64_t num_mixed = std::count_if(tiles->begin(), tiles->end(), [](const LiveTile& t) { return t.mixed != 0; });
   TileCounts& counts = GlobalTileCounts();
   counts.full.fetch_add(num_live - num_mixed, std::memory_order_relaxed);
   counts.mixed.fetch_add(num_mixed, std::memory_order_relaxed);
@@ -182,8 +180,7 @@ void MaskPlan::FillRows(const TileRect& rect, unsigned mixed, ProgramRunner* run
   const int num_kv = static_cast<int>(rect.num_kv);
   const auto kv_idx0 = static_cast<int32_t>(p.GlobalKey(rect.outer, rect.kv_begin));
   const int32_t* q_segments = p.q_segment_ids ? p.q_segment_ids.At<int32_t>(rect.outer) : nullptr;
-  const int32_t* kv_segments =
-      p.kv_segment_ids ? p.kv_segment_ids.At<int32_t>(rect.outer) + rect.kv_begin : nullptr;
+  const int32_t* kv_segments = p.kv_segment_ids ? p.kv_segment_ids.At<int32_t>(rect.outer) + rect.kv_begin : nullptr;
   for (int head = rect.first_head; head < rect.first_head + rect.num_heads; ++head) {
     if (mixed & kMixedProgram) runner->BindHead(p.GlobalBatch(rect.outer), p.GlobalHead(rect.outer, head));
     for (int64_t q = rect.q_begin; q < rect.q_begin + rect.num_q; ++q, ++rows) {

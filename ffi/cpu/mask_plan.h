@@ -1,5 +1,6 @@
-// Which tiles of the score matrix are live, and which elements of the mixed ones: the AND of the mask program, segment ids,
-// block mask and lengths, decided without looking at the elements of tiles that are wholly live or dead.
+// Which tiles of the score matrix are live, and which elements of the mixed ones: the AND of the
+// mask program, segment ids, block mask and lengths, decided without looking at the elements of
+// tiles that are wholly live or dead.
 #ifndef FKL_FFI_CPU_MASK_PLAN_H_
 #define FKL_FFI_CPU_MASK_PLAN_H_
 
@@ -10,7 +11,8 @@
 
 namespace fkl {
 
-// Query rows q_begin... of several heads against keys kv_begin..., local indices, of one outer element.
+// Query rows q_begin... of several heads against keys kv_begin..., local indices, of one outer
+// element.
 struct TileRect {
   int64_t outer;
   int first_head, num_heads;
@@ -31,12 +33,14 @@ class MaskPlan {
   // Reads the segment ids once: O(T + S).
   explicit MaskPlan(const AttentionProblem& problem);
 
-  // The live tiles among those that cut `rect` along the keys (queries) into pieces of `tile`, in order.
+  // The live tiles among those that cut `rect` along the keys (queries) into pieces of `tile`, in
+  // order.
   void LiveKeyTiles(const TileRect& rect, int tile, std::vector<LiveTile>* tiles) const;
   void LiveQueryTiles(const TileRect& rect, int tile, std::vector<LiveTile>* tiles) const;
 
-  // The bits and the range of every row (head by head) of a mixed tile of at most kRowWidth keys; zero_begin and
-  // zero_end are left alone. `runner` has its captures bound; it may be null without a mask program.
+  // The bits and the range of every row (head by head) of a mixed tile of at most kRowWidth keys;
+  // zero_begin and zero_end are left alone. `runner` has its captures bound; it may be null without
+  // a mask program.
   void FillRows(const TileRect& rect, unsigned mixed, ProgramRunner* runner, TileRow* rows) const;
 
  private:
@@ -59,7 +63,8 @@ class MaskPlan {
   std::vector<Range> q_ranges_, kv_ranges_;  // [outer][block]
 };
 
-// Rows of a tile that a register block takes together: their common range and the columns that are live in any.
+// Rows of a tile that a register block takes together: their common range and the columns that are
+// live in any.
 struct Strip {
   int begin, end;  // live columns are in [begin, end); equal: the strip is dead
   uint32_t bits[kRowWidth / 32];
@@ -67,7 +72,8 @@ struct Strip {
 // Also sets the rows' zero_begin and zero_end to the strip's range, widened to even columns.
 void FillStrips(TileRow* rows, int num_rows, int strip_rows, Strip* strips);
 
-// Whether any column of [begin, begin + count) is set; count divides 32 and begin is a multiple of it.
+// Whether any column of [begin, begin + count) is set; count divides 32 and begin is a multiple of
+// it.
 inline bool AnyBit(const uint32_t* bits, int begin, int count) {
   const uint32_t word = bits[begin / 32] >> (begin % 32);
   return count == 32 ? word != 0 : (word & ((uint32_t{1} << count) - 1)) != 0;

@@ -15,8 +15,9 @@
 
 namespace fkl {
 
-// Flush-to-zero and denormals-are-zero for the life of the object: without it the results would depend on the thread
-// that happens to run a task (XLA's pool has both on), and denormals cost over 100 cycles each on some CPUs.
+// Flush-to-zero and denormals-are-zero for the life of the object: without it the results would
+// depend on the thread that happens to run a task (XLA's pool has both on), and denormals cost over
+// 100 cycles each on some CPUs.
 class FlushDenormals {
  public:
   FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
@@ -34,9 +35,10 @@ struct Executor {
   std::function<void(std::function<void()>)> schedule;
 };
 
-// Calls body(task, worker) for every task in [0, num_tasks), started in this order; worker < executor.num_workers, and no two
-// tasks share a worker number at one time. The caller works too and never waits for a helper that has not started, so
-// that a busy pool cannot block it. The first exception of a task is thrown again here.
+// Calls body(task, worker) for every task in [0, num_tasks), started in this order; worker <
+// executor.num_workers, and no two tasks share a worker number at one time. The caller works too
+// and never waits for a helper that has not started, so that a busy pool cannot block it. The first
+// exception of a task is thrown again here.
 template <class Body>
 void ParallelFor(const Executor& executor, int64_t num_tasks, const Body& body) {
   const int num_workers = static_cast<int>(std::min<int64_t>(executor.num_workers, num_tasks));

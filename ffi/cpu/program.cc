@@ -20,8 +20,8 @@ const char* OpName(int op) {
   return kNames[op];
 }
 
-// Types of an operation's result and operands; kNone where there is no operand. const, input, load and select are
-// checked apart.
+// Types of an operation's result and operands; kNone where there is no operand. const, input, load
+// and select are checked apart.
 enum : int { kNone = -1 };
 struct Signature {
   int result;
@@ -45,10 +45,8 @@ Signature SignatureOf(ProgramOp op) {
     case kMaxF:
     case kMinF:
     case kPowF:
-    case kAtan2F:
-      return kBinaryF;
-    case kFmaF:
-      return {kTypeF32, {kTypeF32, kTypeF32, kTypeF32}};
+    case kAtan2F: return kBinaryF;
+    case kFmaF: return {kTypeF32, {kTypeF32, kTypeF32, kTypeF32}};
     case kNegF:
     case kAbsF:
     case kSignF:
@@ -69,15 +67,12 @@ Signature SignatureOf(ProgramOp op) {
     case kRoundEvenF:
     case kRoundAwayF:
     case kRoundBf16:
-    case kRoundF16:
-      return kUnaryF;
-    case kIsFiniteF:
-      return {kTypeBool, {kTypeF32, kNone, kNone}};
+    case kRoundF16: return kUnaryF;
+    case kIsFiniteF: return {kTypeBool, {kTypeF32, kNone, kNone}};
     case kEqF:
     case kNeF:
     case kLtF:
-    case kLeF:
-      return kCompareF;
+    case kLeF: return kCompareF;
     case kAddI:
     case kSubI:
     case kMulI:
@@ -90,40 +85,30 @@ Signature SignatureOf(ProgramOp op) {
     case kXorI:
     case kShlI:
     case kShrAI:
-    case kShrLI:
-      return kBinaryI;
+    case kShrLI: return kBinaryI;
     case kNegI:
     case kAbsI:
     case kSignI:
-    case kNotI:
-      return kUnaryI;
+    case kNotI: return kUnaryI;
     case kEqI:
     case kNeI:
     case kLtI:
-    case kLeI:
-      return kCompareI;
+    case kLeI: return kCompareI;
     case kAndB:
     case kOrB:
-    case kXorB:
-      return {kTypeBool, {kTypeBool, kTypeBool, kNone}};
-    case kNotB:
-      return {kTypeBool, {kTypeBool, kNone, kNone}};
+    case kXorB: return {kTypeBool, {kTypeBool, kTypeBool, kNone}};
+    case kNotB: return {kTypeBool, {kTypeBool, kNone, kNone}};
     case kI32ToF32:
-    case kBitsI32ToF32:
-      return {kTypeF32, {kTypeI32, kNone, kNone}};
+    case kBitsI32ToF32: return {kTypeF32, {kTypeI32, kNone, kNone}};
     case kF32ToI32:
-    case kBitsF32ToI32:
-      return {kTypeI32, {kTypeF32, kNone, kNone}};
-    case kBoolToF32:
-      return {kTypeF32, {kTypeBool, kNone, kNone}};
-    case kBoolToI32:
-      return {kTypeI32, {kTypeBool, kNone, kNone}};
+    case kBitsF32ToI32: return {kTypeI32, {kTypeF32, kNone, kNone}};
+    case kBoolToF32: return {kTypeF32, {kTypeBool, kNone, kNone}};
+    case kBoolToI32: return {kTypeI32, {kTypeBool, kNone, kNone}};
     case kConst:
     case kInput:
     case kLoad:
     case kSelect:
-    case kNumProgramOps:
-      break;
+    case kNumProgramOps: break;
   }
   return {kNone, {kNone, kNone, kNone}};
 }
@@ -133,12 +118,9 @@ ProgramType TypeOf(DType dtype) {
     case DType::kF32:
     case DType::kBF16:
     case DType::kF16:
-    case DType::kF64:
-      return kTypeF32;
-    case DType::kBool:
-      return kTypeBool;
-    default:
-      return kTypeI32;
+    case DType::kF64: return kTypeF32;
+    case DType::kBool: return kTypeBool;
+    default: return kTypeI32;
   }
 }
 
@@ -148,11 +130,11 @@ struct InputInfo {
   ProgramStage stage;
 };
 constexpr InputInfo kInputs[] = {
-    {kTypeF32, kStageVector},  // score
-    {kTypeI32, kStageHead},    // b
-    {kTypeI32, kStageHead},    // h
-    {kTypeI32, kStageRow},     // q
-    {kTypeI32, kStageVector},  // kv
+    {kTypeF32, kStageVector},      // score
+    {kTypeI32, kStageHead},        // b
+    {kTypeI32, kStageHead},        // h
+    {kTypeI32, kStageRow},         // q
+    {kTypeI32, kStageVector},      // kv
     {kTypeF32, kStageDerivative},  // ct
 };
 constexpr int kNumInputs = int(std::size(kInputs));
@@ -170,8 +152,8 @@ void ForEachOperand(const Program::Value& value, const std::vector<int>& extra, 
   for (int k = 0; k < value.num_operands; ++k) function(operands[k]);
 }
 
-// Translates stages 2 and 3 to instructions and fuses: a product into the sum that alone uses it, and kv with a
-// scalar, so that ALiBi's slope * (q - kv) reads no index row.
+// Translates stages 2 and 3 to instructions and fuses: a product into the sum that alone uses it,
+// and kv with a scalar, so that ALiBi's slope * (q - kv) reads no index row.
 class RowInstructionBuilder {
  public:
   RowInstructionBuilder(const std::vector<Program::Value>& values, const std::vector<int>& extra,
@@ -334,12 +316,13 @@ std::string Program::Decode(const int32_t* code, int64_t size, const Capture* ca
       kHeaderSize + 2 * num_grads + kRecordSize * num_values + num_extra != size) {
     return "program: " + std::to_string(size) + " integers of bytecode do not fit its header";
   }
-  // A program needs at most one register per value; the bound also keeps a damaged header from asking for the moon.
+  // A program needs at most one register per value; the bound also keeps a damaged header from
+  // asking for the moon.
   if (code[2] < 0 || code[2] > num_values) return "program: " + std::to_string(code[2]) + " registers";
   for (int k = 0; k < num_captures; ++k) {
     if (captures[k].rank < 0 || captures[k].rank > Capture::kMaxRank) {
-      return "program: capture " + std::to_string(k) + " has " + std::to_string(captures[k].rank) +
-             " axes, at most " + std::to_string(Capture::kMaxRank) + " are supported";
+      return "program: capture " + std::to_string(k) + " has " + std::to_string(captures[k].rank) + " axes, at most " +
+             std::to_string(Capture::kMaxRank) + " are supported";
     }
   }
   num_registers_ = code[2];
@@ -388,7 +371,8 @@ std::string Program::Decode(const int32_t* code, int64_t size, const Capture* ca
   return error;
 }
 
-// Checks each record by itself and against the values before it, and fills values_ and the scalar stages.
+// Checks each record by itself and against the values before it, and fills values_ and the scalar
+// stages.
 std::string Program::Check(const int32_t* records, int num_values, const Capture* captures, int num_captures) {
   values_.reserve(num_values);
   for (int id = 0; id < num_values; ++id) {
@@ -414,7 +398,8 @@ std::string Program::Check(const int32_t* records, int num_values, const Capture
         if (value.a < 0 || value.a >= kNumInputs) return fail("reads input " + std::to_string(value.a));
         const InputInfo& input = kInputs[value.a];
         if (value.type != input.type || value.stage < input.stage) return fail("has the wrong type or stage");
-        // As early as it is known. The score even has to be: the caller may change its row before stage 3.
+        // As early as it is known. The score even has to be: the caller may change its row before
+        // stage 3.
         if (value.a != kInputKv) value.stage = input.stage;
         break;
       }
@@ -457,7 +442,8 @@ std::string Program::Check(const int32_t* records, int num_values, const Capture
   return "";
 }
 
-// Follows which value each register holds, in the order of execution: everything read must still be there.
+// Follows which value each register holds, in the order of execution: everything read must still be
+// there.
 std::string Program::CheckRegisters(const Capture* captures) const {
   std::vector<int> owner(num_registers_, -1);
   const auto holds = [&](int id) { return is_scalar(id) || owner[values_[id].reg] == id; };
@@ -496,8 +482,9 @@ void Program::BuildRowInstructions(const Capture* captures) {
   if (dscore_ >= 0) builder.CountUse(dscore_);
   for (const LoadGrad& grad : load_grads_) builder.CountUse(grad.value);
 
-  // The caller's row can stand in for the register of an input if nothing touches that register before the input is
-  // read. Not with gradients: what the caller does to its rows must not change what AddLoadGrads reads.
+  // The caller's row can stand in for the register of an input if nothing touches that register
+  // before the input is read. Not with gradients: what the caller does to its rows must not change
+  // what AddLoadGrads reads.
   const auto alias = [&](ProgramInput input, ProgramStage stage) {
     int reg = -1;
     for (const Value& value : values_) {
@@ -511,9 +498,8 @@ void Program::BuildRowInstructions(const Capture* captures) {
       if (value.stage != stage) continue;
       if (value.op == kInput && value.a == input) return reg;
       bool touches = value.reg == reg;
-      ForEachOperand(value, extra_, value.op == kLoad ? captures[value.a].rank : 0, [&](int x) {
-        touches |= !is_scalar(x) && values_[x].reg == reg;
-      });
+      ForEachOperand(value, extra_, value.op == kLoad ? captures[value.a].rank : 0,
+                     [&](int x) { touches |= !is_scalar(x) && values_[x].reg == reg; });
       if (touches) return -1;
     }
     return -1;

@@ -1,5 +1,5 @@
-// A decoded program (docs/internals.md section 2) and its evaluation: scalars, intervals and, through the
-// instruction set's table, rows.
+// A decoded program (docs/internals.md section 2) and its evaluation: scalars, intervals and,
+// through the instruction set's table, rows.
 #ifndef FKL_FFI_CPU_PROGRAM_H_
 #define FKL_FFI_CPU_PROGRAM_H_
 
@@ -37,8 +37,9 @@ class Program {
     int value;  // value id of its gradient
   };
 
-  // Checks and decodes the bytecode; an empty string is success, anything else says what is wrong with it.
-  // Every id, register, capture number and operand order is checked, so that a damaged module cannot crash.
+  // Checks and decodes the bytecode; an empty string is success, anything else says what is wrong
+  // with it. Every id, register, capture number and operand order is checked, so that a damaged
+  // module cannot crash.
   std::string Decode(const int32_t* code, int64_t size, const Capture* captures, int num_captures);
 
   bool empty() const { return values_.empty(); }
@@ -46,8 +47,8 @@ class Program {
   bool has_derivative() const { return dscore_ >= 0; }
   const std::vector<LoadGrad>& load_grads() const { return load_grads_; }
 
-  // True for a bool program that is false / true for every index in the ranges (interval arithmetic;
-  // kMixed when it cannot tell). Captures as given to a ProgramRunner.
+  // True for a bool program that is false / true for every index in the ranges (interval
+  // arithmetic; kMixed when it cannot tell). Captures as given to a ProgramRunner.
   Liveness Classify(const Capture* captures, IndexRange b, IndexRange h, IndexRange q, IndexRange kv) const;
 
  private:
@@ -70,17 +71,18 @@ class Program {
   int dscore_ = -1;
 };
 
-// Where the gradient of one captured array goes: `data` has the capture's shape, float32, at the same vmap element.
+// Where the gradient of one captured array goes: `data` has the capture's shape, float32, at the
+// same vmap element.
 struct CaptureGrad {
-  float* data = nullptr;  // null: not asked for
+  float* data = nullptr;   // null: not asked for
   bool is_shared = false;  // several workers add at once: use atomic adds
 };
 
 // Rows that follow the program's own registers.
 enum ExtraRegister : int { kScoreRow, kCtRow, kResultRow, kDscoreRow, kGradRow, kNumExtraRegisters };
 
-// Evaluates a program for one worker; holds its registers. Bind* go from outer to inner; binding an outer level
-// requires binding the inner ones again.
+// Evaluates a program for one worker; holds its registers. Bind* go from outer to inner; binding an
+// outer level requires binding the inner ones again.
 class ProgramRunner {
  public:
   // Keeps references to both.
@@ -94,15 +96,18 @@ class ProgramRunner {
   void BindHead(int32_t b, int32_t h);
   void BindRow(int32_t q_idx);
 
-  // Score programs: the modified scores of `num_lanes` keys from global index kv_idx0. `score` is 64-byte aligned with
-  // kRowWidth lanes' room up to the next multiple of the vector width; the result may be `score` itself or a
-  // register that the next run overwrites. A program without derivative may use `score` as scratch.
+  // Score programs: the modified scores of `num_lanes` keys from global index kv_idx0. `score` is
+  // 64-byte aligned with kRowWidth lanes' room up to the next multiple of the vector width; the
+  // result may be `score` itself or a register that the next run overwrites. A program without
+  // derivative may use `score` as scratch.
   const float* RunScore(float* score, int32_t kv_idx0, int num_lanes);
 
-  // After RunScore on the same row: the derivative with respect to the score for the cotangent row `ct`, which is
-  // used as scratch and may be the result; dead lanes (bit clear in live_bits; null = all live) are exactly 0.
+  // After RunScore on the same row: the derivative with respect to the score for the cotangent row
+  // `ct`, which is used as scratch and may be the result; dead lanes (bit clear in live_bits; null
+  // = all live) are exactly 0.
   const float* RunDerivative(float* ct, const uint32_t* live_bits, int num_lanes);
-  // After RunDerivative: adds the gradients of captured arrays, grads[capture], dead lanes excluded.
+  // After RunDerivative: adds the gradients of captured arrays, grads[capture], dead lanes
+  // excluded.
   void AddLoadGrads(const CaptureGrad* grads, const uint32_t* live_bits, int num_lanes);
 
   // Mask programs: bit c of bits = live, for c < num_lanes; all kRowWidth / 32 words are written.
@@ -122,9 +127,9 @@ class ProgramRunner {
   const IsaKernels* isa_;
   const Capture* captures_ = nullptr;
   int32_t b_ = 0, h_ = 0, q_idx_ = 0;
-  std::vector<Scalar> scalars_;          // by value id, then one 0
+  std::vector<Scalar> scalars_;  // by value id, then one 0
   std::vector<float> register_storage_;
-  std::vector<float*> registers_;        // the program's, then the rows below
+  std::vector<float*> registers_;  // the program's, then the rows below
   int32_t kv_idx0_ = 0;
 };
 

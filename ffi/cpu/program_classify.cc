@@ -1,9 +1,11 @@
-// Interval arithmetic over programs: can a mask be false, can it be true, somewhere in a box of indices?
+// Interval arithmetic over programs: can a mask be false, can it be true, somewhere in a box of
+// indices?
 //
-// Every value gets an enclosure of all that it can be. An int32 value is also kept in the form cq * q + ck * kv + r with r in
-// an interval, so that q - kv, and kv - q + q, stay exact. Whatever is not worth its code here is "anything". Floats
-// must also enclose what the row interpreter computes: it fuses products into sums, multiplies by reciprocals, differs
-// from libm in the last places and may flush denormals.
+// Every value gets an enclosure of all that it can be. An int32 value is also kept in the form cq *
+// q + ck * kv + r with r in an interval, so that q - kv, and kv - q + q, stay exact. Whatever is
+// not worth its code here is "anything". Floats must also enclose what the row interpreter
+// computes: it fuses products into sums, multiplies by reciprocals, differs from libm in the last
+// places and may flush denormals.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -59,16 +61,17 @@ struct Box {
 
 // The extremes of cq * q + ck * kv + [rest].
 IndexRange Extremes(const Box& box, int64_t cq, int64_t ck, int64_t rest_low, int64_t rest_high) {
-  return {(cq >= 0 ? cq * box.q.first : cq * box.q.last) + (ck >= 0 ? ck * box.kv.first : ck * box.kv.last) + rest_low,
-          (cq >= 0 ? cq * box.q.last : cq * box.q.first) + (ck >= 0 ? ck * box.kv.last : ck * box.kv.first) + rest_high};
+  return {
+      (cq >= 0 ? cq * box.q.first : cq * box.q.last) + (ck >= 0 ? ck * box.kv.first : ck * box.kv.last) + rest_low,
+      (cq >= 0 ? cq * box.q.last : cq * box.q.first) + (ck >= 0 ? ck * box.kv.last : ck * box.kv.first) + rest_high};
 }
 
 // A value known in both ways, [low, high] and the linear form.
 Bounds OfLinear(const Box& box, int64_t cq, int64_t ck, int64_t rest_low, int64_t rest_high, int64_t low,
                 int64_t high) {
   constexpr int64_t kMaxCoefficient = int64_t{1} << 24, kMaxRest = int64_t{1} << 56;
-  if (std::abs(cq) > kMaxCoefficient || std::abs(ck) > kMaxCoefficient ||
-      std::abs(rest_low) > kMaxRest || std::abs(rest_high) > kMaxRest) {
+  if (std::abs(cq) > kMaxCoefficient || std::abs(ck) > kMaxCoefficient || std::abs(rest_low) > kMaxRest ||
+      std::abs(rest_high) > kMaxRest) {
     return OfInts(low, high);
   }
   const IndexRange range = Extremes(box, cq, ck, rest_low, rest_high);
@@ -96,8 +99,7 @@ Bounds Negate(const Box& box, const Bounds& a, int64_t shift) {
 
 // The exact difference, without wrapping.
 IndexRange Difference(const Box& box, const Bounds& a, const Bounds& b) {
-  const IndexRange linear =
-      Extremes(box, a.cq - b.cq, a.ck - b.ck, a.rest_low - b.rest_high, a.rest_high - b.rest_low);
+  const IndexRange linear = Extremes(box, a.cq - b.cq, a.ck - b.ck, a.rest_low - b.rest_high, a.rest_high - b.rest_low);
   return {std::max(linear.first, a.low - b.high), std::min(linear.last, a.high - b.low)};
 }
 
@@ -203,7 +205,8 @@ Bounds OfWidened(float low, float high, int ulps, bool may_be_nan = false) {
 
 Bounds MultiplyF(const Bounds& a, const Bounds& b) {
   if (!a.is_finite() || !b.is_finite()) return AnyFloat();
-  const double al = a.float_low, ah = a.float_high, bl = b.float_low, bh = b.float_high;  // exact in double
+  const double al = a.float_low, ah = a.float_high, bl = b.float_low,
+               bh = b.float_high;  // exact in double
   const double low = std::min(std::min(al * bl, al * bh), std::min(ah * bl, ah * bh));
   const double high = std::max(std::max(al * bl, al * bh), std::max(ah * bl, ah * bh));
   const float float_low = float(low), float_high = float(high);
@@ -232,7 +235,8 @@ float ApplyF(ProgramOp op, float x) {
   return ComputeScalar(op, a, a, a).f;
 }
 
-// A non-decreasing function on the numbers from `domain` on; `ulps` is how far implementations may differ.
+// A non-decreasing function on the numbers from `domain` on; `ulps` is how far implementations may
+// differ.
 Bounds Monotone(ProgramOp op, const Bounds& a, int ulps, float domain = -kInf) {
   if (a.may_be_nan || (domain > -kInf && a.float_low <= domain)) return AnyFloat();
   const float low = ApplyF(op, a.float_low), high = ApplyF(op, a.float_high);
@@ -244,14 +248,10 @@ Bounds CompareF(ProgramOp op, const Bounds& a, const Bounds& b) {
   const float al = a.float_low, ah = a.float_high, bl = b.float_low, bh = b.float_high;
   const bool may_be_equal = al <= bh && bl <= ah, may_differ = nan || !(al == ah && bl == bh && al == bl);
   switch (op) {
-    case kLtF:
-      return OfBool(nan || ah >= bl, al < bh);
-    case kLeF:
-      return OfBool(nan || ah > bl, al <= bh);
-    case kEqF:
-      return OfBool(may_differ, may_be_equal);
-    default:
-      return OfBool(may_be_equal, may_differ);
+    case kLtF: return OfBool(nan || ah >= bl, al < bh);
+    case kLeF: return OfBool(nan || ah > bl, al <= bh);
+    case kEqF: return OfBool(may_differ, may_be_equal);
+    default: return OfBool(may_be_equal, may_differ);
   }
 }
 
@@ -289,7 +289,7 @@ Bounds ScanRows(const Capture& capture, ProgramType type, const int64_t* first, 
       }
     }
     if (type == kTypeBool && low != high) break;  // both seen
-    int d = inner - 1;  // the next row of the box
+    int d = inner - 1;                            // the next row of the box
     for (; d >= 0; --d) {
       offset += capture.strides[d];
       if (++index[d] <= last[d]) break;
@@ -329,8 +329,7 @@ Bounds Constant(ProgramType type, int bits) {
 
 Bounds Index(const Box& box, IndexRange range, int64_t cq, int64_t ck) {
   if (range.first < kIntMin || range.last > kIntMax) return AnyInt();
-  return cq == 0 && ck == 0 ? OfInts(range.first, range.last)
-                            : OfLinear(box, cq, ck, 0, 0, range.first, range.last);
+  return cq == 0 && ck == 0 ? OfInts(range.first, range.last) : OfLinear(box, cq, ck, 0, 0, range.first, range.last);
 }
 
 // ---- all operations on values
@@ -459,22 +458,18 @@ Liveness Program::Classify(const Capture* captures, IndexRange b, IndexRange h, 
   for (int id = 0; id < num_values; ++id) {
     const Value& value = values_[id];
     switch (value.op) {
-      case kConst:
-        values[id] = Constant(value.type, value.imm);
-        break;
+      case kConst: values[id] = Constant(value.type, value.imm); break;
       case kInput:
         values[id] = value.a == kInputB   ? Index(box, b, 0, 0)
                      : value.a == kInputH ? Index(box, h, 0, 0)
                      : value.a == kInputQ ? Index(box, q, 1, 0)
                                           : Index(box, kv, 0, 1);
         break;
-      case kLoad:
-        values[id] = Load(captures[value.a], value.type, extra_.data() + value.b, values);
-        break;
+      case kLoad: values[id] = Load(captures[value.a], value.type, extra_.data() + value.b, values); break;
       default:
-        values[id] = Apply(box, value.op, value.type, values[value.a],
-                           values[value.num_operands >= 2 ? value.b : value.a],
-                           values[value.num_operands >= 3 ? value.c : value.a]);
+        values[id] =
+            Apply(box, value.op, value.type, values[value.a], values[value.num_operands >= 2 ? value.b : value.a],
+                  values[value.num_operands >= 3 ? value.c : value.a]);
     }
   }
   const Bounds& result = values[result_];

@@ -1,4 +1,5 @@
-// Evaluation of programs: scalars of stages 0 and 1 with libm, rows through the instruction set's table.
+// Evaluation of programs: scalars of stages 0 and 1 with libm, rows through the instruction set's
+// table.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -20,8 +21,8 @@ bool IsLive(const uint32_t* live_bits, int lane) {
 void AtomicAdd(float* address, float x) {
   int* bits = reinterpret_cast<int*>(address);
   int old = __atomic_load_n(bits, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(bits, &old, BitsOfFloat(FloatOfBits(unsigned(old)) + x), /*weak=*/true,
-                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  while (!__atomic_compare_exchange_n(bits, &old, BitsOfFloat(FloatOfBits(unsigned(old)) + x),
+                                      /*weak=*/true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 }
 
@@ -74,10 +75,8 @@ void ProgramRunner::Evaluate(const std::vector<int>& ids) {
 
 Scalar ProgramRunner::EvaluateOne(const Program::Value& value) const {
   switch (value.op) {
-    case kConst:
-      return OfInt(value.imm);
-    case kInput:
-      return OfInt(value.a == kInputB ? b_ : value.a == kInputH ? h_ : q_idx_);
+    case kConst: return OfInt(value.imm);
+    case kInput: return OfInt(value.a == kInputB ? b_ : value.a == kInputH ? h_ : q_idx_);
     case kLoad: {
       const Capture& capture = captures_[value.a];
       int64_t offset = 0;
@@ -140,13 +139,14 @@ void ProgramRunner::AddLoadGrads(const CaptureGrad* grads, const uint32_t* live_
   }
 }
 
-void ProgramRunner::AddLoadGrad(const Program::LoadGrad& load_grad, const CaptureGrad& grad,
-                                const uint32_t* live_bits, int num_lanes) {
+void ProgramRunner::AddLoadGrad(const Program::LoadGrad& load_grad, const CaptureGrad& grad, const uint32_t* live_bits,
+                                int num_lanes) {
   const Program& program = *program_;
   const Program::Value& load = program.values_[load_grad.load];
   const Capture& capture = captures_[load_grad.capture];
 
-  // The gradient is a dense array. Axes with the same index in every lane give the base, the others are gathered.
+  // The gradient is a dense array. Axes with the same index in every lane give the base, the others
+  // are gathered.
   struct VaryingIndex {
     const float* row;  // null: kv itself
     int64_t size, stride;

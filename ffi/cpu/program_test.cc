@@ -1,7 +1,10 @@
-// Unit test of programs: decoding, rows, loads and their gradients, intervals. No framework: exits with 1 if a check fails.
+// Unit test of programs: decoding, rows, loads and their gradients, intervals. No framework: exits
+// with 1 if a check fails.
 //
 //   program_test            all checks, for every instruction set that this CPU has
 //   program_test --bench    times per score, of decoding and of classifying
+#include "cpu/program.h"
+
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -18,7 +21,6 @@
 #include <vector>
 
 #include "cpu/isa_select.h"
-#include "cpu/program.h"
 #include "cpu/scalar_ops.h"
 
 namespace fkl {
@@ -31,15 +33,15 @@ constexpr int kIntMax = std::numeric_limits<int32_t>::max();
 
 int num_failures = 0;
 
-#define CHECK(condition, ...)                                                        \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      if (++num_failures <= 20) {                                                    \
-        std::printf("%s:%d: %s failed: ", __FILE__, __LINE__, #condition);           \
-        std::printf(__VA_ARGS__);                                                    \
-        std::printf("\n");                                                           \
-      }                                                                              \
-    }                                                                                \
+#define CHECK(condition, ...)                                              \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      if (++num_failures <= 20) {                                          \
+        std::printf("%s:%d: %s failed: ", __FILE__, __LINE__, #condition); \
+        std::printf(__VA_ARGS__);                                          \
+        std::printf("\n");                                                 \
+      }                                                                    \
+    }                                                                      \
   } while (false)
 
 const char* OpName(int op) {
@@ -68,9 +70,11 @@ std::vector<IsaKernels> AllIsas() {
   return tables;
 }
 
-// ---- writing programs ----------------------------------------------------------------------------------------------
+// ---- writing programs
+// ----------------------------------------------------------------------------------------------
 
-// Types of the operands of an operation and of its result, written down a second time so that the test is independent.
+// Types of the operands of an operation and of its result, written down a second time so that the
+// test is independent.
 struct OpInfo {
   std::string operands;  // one letter each: f, i, b
   char result;
@@ -86,8 +90,8 @@ OpInfo InfoOf(int op) {
   if (name == "bool_to_i32") return {"b", 'i'};
   const std::string stem = name.substr(0, name.find('.'));
   const char type = name[name.find('.') + 1];
-  static const char* const kBinary[] = {"add", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2",
-                                        "and", "or",  "xor", "shl", "shra", "shrl"};
+  static const char* const kBinary[] = {"add",   "sub", "mul", "div", "rem", "max",  "min", "pow",
+                                        "atan2", "and", "or",  "xor", "shl", "shra", "shrl"};
   for (const char* binary : kBinary) {
     if (stem == binary) return {std::string(2, type), type};
   }
@@ -228,7 +232,8 @@ struct alignas(64) Row {
   float lanes[kRowWidth];
 };
 
-// ---- each operation, in each form ----------------------------------------------------------------------------------
+// ---- each operation, in each form
+// ----------------------------------------------------------------------------------
 
 int Wrap(int64_t x) { return int(uint32_t(uint64_t(x))); }
 
@@ -325,7 +330,7 @@ bool ReferenceB(int op, Scalar a, Scalar b) {
 // Allowed error in units in the last place; 0 is exact (any NaN for a NaN).
 double AllowedUlps(int op) {
   switch (op) {
-    case kDivF: return 1.5;   // by a reciprocal
+    case kDivF: return 1.5;  // by a reciprocal
     case kRsqrtF: return 1.5;
     case kFmaF: return 0.51;
     case kPowF: return 1.5;
@@ -358,10 +363,11 @@ bool IsClose(double expected, float actual, double ulps) {
 }
 
 std::vector<float> TestFloats(std::mt19937& random, int count) {
-  std::vector<float> x = {0.0f,   -0.0f,  1.0f,    -1.0f,    kInf,     -kInf,     kNan,     1e-40f,  -1e-40f,  1.17549435e-38f,
-                          3.4e38f, -3.4e38f, 0.5f,  -0.5f,   1.5f,     2.5f,      -2.5f,    8388609.0f, 2147483648.0f,
-                          -2147483648.0f, 2147483520.0f, 3e9f, 88.7f, -103.0f, 127.9f, -149.5f, 1e4f, -65519.0f, 65520.0f,
-                          6e-8f, 0.49999997f, 3.14159274f, -17.0f};
+  std::vector<float> x = {
+      0.0f,          -0.0f,       1.0f,  -1.0f,   kInf,   -kInf,   kNan,  1e-40f,     -1e-40f,       1.17549435e-38f,
+      3.4e38f,       -3.4e38f,    0.5f,  -0.5f,   1.5f,   2.5f,    -2.5f, 8388609.0f, 2147483648.0f, -2147483648.0f,
+      2147483520.0f, 3e9f,        88.7f, -103.0f, 127.9f, -149.5f, 1e4f,  -65519.0f,  65520.0f,      6e-8f,
+      0.49999997f,   3.14159274f, -17.0f};
   std::uniform_real_distribution<float> unit(-1, 1), exponent(-126, 127), small(-20, 20);
   while (int(x.size()) < count) {
     switch (random() % 3) {
@@ -374,7 +380,8 @@ std::vector<float> TestFloats(std::mt19937& random, int count) {
 }
 
 std::vector<int> TestInts(std::mt19937& random, int count) {
-  std::vector<int> x = {0, 1, -1, 2, -2, 3, 7, 31, 32, 33, -31, kIntMax, kIntMin, kIntMax - 1, kIntMin + 1, 65536, 46341};
+  std::vector<int> x = {0,  1,   -1,      2,       -2,          3,           7,     31,   32,
+                        33, -31, kIntMax, kIntMin, kIntMax - 1, kIntMin + 1, 65536, 46341};
   while (int(x.size()) < count) x.push_back(random() % 2 ? int(random()) : int(random() % 200) - 100);
   return x;
 }
@@ -428,9 +435,7 @@ void TestOperations(const IsaKernels& isa) {
         }
         const int value = w.Op(op, operand[0], operand[1], operand[2]);
         const char type = info.result == '?' ? selected : info.result;
-        const int result = type == 'f'   ? value
-                           : type == 'i' ? w.Op(kBitsI32ToF32, value)
-                                         : w.Op(kBoolToF32, value);
+        const int result = type == 'f' ? value : type == 'i' ? w.Op(kBitsI32ToF32, value) : w.Op(kBoolToF32, value);
         const Program program = Decoded(w.Finish(result), captures);
         ProgramRunner runner(program, isa);
         runner.BindCaptures(captures.data());
@@ -482,7 +487,8 @@ void TestOperations(const IsaKernels& isa) {
               ok = out[c] == float(expected);
             }
             CHECK(ok, "%s: %s form %d of (%.9g|%d, %.9g|%d, %.9g): %.9g|%d, expected %.9g", isa.name, OpName(op), form,
-                  double(x[0].f), x[0].i, double(x[1].f), x[1].i, double(x[2].f), double(out[c]), AsBits(out[c]), expected);
+                  double(x[0].f), x[0].i, double(x[1].f), x[1].i, double(x[2].f), double(out[c]), AsBits(out[c]),
+                  expected);
           }
         }
       }
@@ -490,14 +496,16 @@ void TestOperations(const IsaKernels& isa) {
   }
 }
 
-// ---- random programs -----------------------------------------------------------------------------------------------
+// ---- random programs
+// -----------------------------------------------------------------------------------------------
 
 struct RandomProgram {
   std::vector<int32_t> code;
   std::vector<std::array<int, 8>> values;  // op, type, stage, -, a, b, c, imm
 };
 
-// Small integers everywhere, in int32 and in float32, so that most float arithmetic is exact however it is fused.
+// Small integers everywhere, in int32 and in float32, so that most float arithmetic is exact
+// however it is fused.
 struct TestArrays {
   std::vector<float> table;
   std::vector<int> ids;
@@ -534,8 +542,8 @@ std::vector<int32_t> RandomCode(std::mt19937& random, bool is_mask, bool all_ope
   add(w.Const(float(int(random() % 7) - 3)));
   add(w.Op(kI32ToF32, pick('i')));
   add(w.Op(kLeI, pick('i'), pick('i')));
-  static constexpr int kInexact[] = {kDivF, kRemF, kPowF, kAtan2F, kSqrtF, kRsqrtF, kExpF, kExp2F, kExpm1F, kLogF, kLog1pF,
-                                     kTanhF, kSinF, kCosF, kTanF, kErfF};
+  static constexpr int kInexact[] = {kDivF,   kRemF, kPowF,   kAtan2F, kSqrtF, kRsqrtF, kExpF, kExp2F,
+                                     kExpm1F, kLogF, kLog1pF, kTanhF,  kSinF,  kCosF,   kTanF, kErfF};
   while (w.size() < length) {
     const int choice = int(random() % 10);
     if (choice == 0) {
@@ -550,8 +558,8 @@ std::vector<int32_t> RandomCode(std::mt19937& random, bool is_mask, bool all_ope
     }
     int op = kAddF + int(random() % (kNumProgramOps - kAddF));
     if (choice <= 3) {  // the usual ones more often
-      static constexpr int kUsual[] = {kAddI, kSubI, kSubI, kMulI, kMinI, kMaxI, kLeI, kLtI, kEqI, kAndB, kOrB, kSelect,
-                                       kI32ToF32, kMulF, kAddF, kSubF, kDivI, kRemI};
+      static constexpr int kUsual[] = {kAddI, kSubI, kSubI,   kMulI,     kMinI, kMaxI, kLeI,  kLtI,  kEqI,
+                                       kAndB, kOrB,  kSelect, kI32ToF32, kMulF, kAddF, kSubF, kDivI, kRemI};
       op = kUsual[random() % std::size(kUsual)];
     }
     if (!all_operations && std::find(std::begin(kInexact), std::end(kInexact), op) != std::end(kInexact)) continue;
@@ -559,15 +567,16 @@ std::vector<int32_t> RandomCode(std::mt19937& random, bool is_mask, bool all_ope
     const OpInfo info = InfoOf(op);
     const char selected = "fib"[random() % 3];
     int x[3] = {};
-    for (size_t k = 0; k < info.operands.size(); ++k) x[k] = pick(info.operands[k] == '?' ? selected : info.operands[k]);
+    for (size_t k = 0; k < info.operands.size(); ++k)
+      x[k] = pick(info.operands[k] == '?' ? selected : info.operands[k]);
     add(w.Op(op, x[0], x[1], x[2]));
   }
   const auto& results = pool[is_mask ? 'b' : 'f'];
   return w.Finish(results.back());
 }
 
-// One element by the plain rules, straight from the bytecode. `is_exact` becomes false when a float result is rounded: then
-// a fused product may differ.
+// One element by the plain rules, straight from the bytecode. `is_exact` becomes false when a float
+// result is rounded: then a fused product may differ.
 Scalar Interpret(const std::vector<int32_t>& code, const std::vector<Capture>& captures, int b, int h, int q, int kv,
                  float score, bool* is_exact) {
   const int n = code[1];
@@ -647,13 +656,14 @@ void TestRandomMasksAndIntervals(const IsaKernels& isa) {
     ProgramRunner runner(program, isa);
     runner.BindCaptures(arrays.captures.data());
     const auto range = [&](int start, int longest) {
-      const int64_t first = random() % 20 == 0 ? kIntMax - longest - int64_t(random() % 3)
-                            : random() % 20 == 0 ? kIntMin + int64_t(random() % 3) : start;
+      const int64_t first = random() % 20 == 0   ? kIntMax - longest - int64_t(random() % 3)
+                            : random() % 20 == 0 ? kIntMin + int64_t(random() % 3)
+                                                 : start;
       return IndexRange{first, first + int64_t(random() % longest)};
     };
     for (int tile = 0; tile < 2; ++tile) {
-      const IndexRange b = range(int(random() % 3), 2), h = range(int(random() % 4), 2), q = range(int(random() % 40), 6),
-                       kv = range(int(random() % 40), tile == 0 ? 5 : 40);
+      const IndexRange b = range(int(random() % 3), 2), h = range(int(random() % 4), 2),
+                       q = range(int(random() % 40), 6), kv = range(int(random() % 40), tile == 0 ? 5 : 40);
       bool any = false, all = true;
       for (int64_t bb = b.first; bb <= b.last; ++bb) {
         for (int64_t hh = h.first; hh <= h.last; ++hh) {
@@ -732,8 +742,7 @@ void TestIntervalPrecision() {
          return w.Op(kEqI, w.Load(0, 'i', {b, q}), w.Load(0, 'i', {b, kv}, true));
        },
        [](int q, int kv) { return q / 300 == kv / 300; }},
-      {"padding",
-       [](Writer& w) { return w.Op(kLtI, w.Input(kInputKv), w.Load(1, 'i', {w.Input(kInputB)})); },
+      {"padding", [](Writer& w) { return w.Op(kLtI, w.Input(kInputKv), w.Load(1, 'i', {w.Input(kInputB)})); },
        [](int, int kv) { return kv < 700; }},
       {"chunks",
        [](Writer& w) {
@@ -769,7 +778,8 @@ void TestIntervalPrecision() {
   }
 }
 
-// ---- damaged bytecode ----------------------------------------------------------------------------------------------
+// ---- damaged bytecode
+// ----------------------------------------------------------------------------------------------
 
 void TestDamagedBytecode(const IsaKernels& isa) {
   const TestArrays arrays;
@@ -848,7 +858,8 @@ void TestDamagedBytecode(const IsaKernels& isa) {
   CHECK(message(3, 7) == "program: the result 7 is not a score or a mask", "%s", message(3, 7).c_str());
 }
 
-// ---- loads and their gradients -------------------------------------------------------------------------------------
+// ---- loads and their gradients
+// -------------------------------------------------------------------------------------
 
 template <class T>
 void TestLoadsOf(const IsaKernels& isa, DType dtype, char type, const std::vector<T>& data,
@@ -928,7 +939,8 @@ void TestLoads(const IsaKernels& isa) {
                        [](int64_t x) { return int(std::clamp<int64_t>(x, kIntMin, kIntMax)); });
   TestLoadsOf<uint8_t>(isa, DType::kBool, 'b', RandomData<uint8_t>(random, 300), [](uint8_t x) { return x ? -1 : 0; });
 
-  // Nothing to read: 0. And offsets beyond int32, in an array that is never touched outside its first and last element.
+  // Nothing to read: 0. And offsets beyond int32, in an array that is never touched outside its
+  // first and last element.
   const std::vector<Capture> empty = {MakeCapture(floats.data(), DType::kF32, {3, 0})};
   Writer w;
   const int kv = w.Input(kInputKv);
@@ -953,8 +965,8 @@ void TestLoads(const IsaKernels& isa) {
   for (int c = 0; c < 5; ++c) CHECK(AsBits(out[c]) == AsBits(floats[11 * c]), "wide lane %d", c);
 }
 
-// score * scale[h] + table[q] + bias[kv + q] + rel[clamp(kv - q)] + big[b, kv / 2]: a load of each kind. Its derivative:
-// ct * scale[h]; dscale = sum ct * score; the others sum ct at their index.
+// score * scale[h] + table[q] + bias[kv + q] + rel[clamp(kv - q)] + big[b, kv / 2]: a load of each
+// kind. Its derivative: ct * scale[h]; dscale = sum ct * score; the others sum ct at their index.
 void TestDerivative(const IsaKernels& isa, bool is_shared, bool reuse_registers) {
   constexpr int kLanes = 200, kRows = 5;
   std::mt19937 random(7);
@@ -987,8 +999,8 @@ void TestDerivative(const IsaKernels& isa, bool is_shared, bool reuse_registers)
   for (const int x : {bias, rel, big}) result = w.Op(kAddF, result, x);
   const int ct = w.Input(kInputCt);
   const int dscore = w.Op(kMulF, ct, scale), dscale = w.Op(kMulF, ct, score);
-  const Program program = Decoded(
-      w.Finish(result, dscore, {{scale, dscale}, {table, ct}, {bias, ct}, {rel, ct}, {big, ct}}), captures);
+  const Program program =
+      Decoded(w.Finish(result, dscore, {{scale, dscale}, {table, ct}, {bias, ct}, {rel, ct}, {big, ct}}), captures);
   CHECK(program.has_derivative() && program.load_grads().size() == 5, "derivative");
   ProgramRunner runner(program, isa);
   runner.BindCaptures(captures.data());
@@ -1020,7 +1032,8 @@ void TestDerivative(const IsaKernels& isa, bool is_shared, bool reuse_registers)
                              data[4][50 + std::min(k / 2, 49)];
         if (is_live(lane)) CHECK(std::fabs(out[lane] - value) < 1e-5, "%s: score %d", isa.name, lane);
       }
-      std::fill(std::begin(s.lanes), std::end(s.lanes), kNan);  // the caller does what it wants with its row
+      std::fill(std::begin(s.lanes), std::end(s.lanes),
+                kNan);  // the caller does what it wants with its row
       const float* derivative = runner.RunDerivative(c.lanes, all_live ? nullptr : live, kLanes);
       for (int lane = 0; lane < kLanes; ++lane) {
         const float value = is_live(lane) ? cotangent.lanes[lane] * data[0][head] : 0.0f;
@@ -1043,8 +1056,8 @@ void TestDerivative(const IsaKernels& isa, bool is_shared, bool reuse_registers)
   }
   for (size_t k = 0; k < grad.size(); ++k) {
     for (size_t i = 0; i < grad[k].size(); ++i) {
-      CHECK(std::fabs(grad[k][i] - expected[k][i]) < 2e-4, "%s: gradient of capture %zu at %zu: %g, expected %g", isa.name,
-            k, i, double(grad[k][i]), expected[k][i]);
+      CHECK(std::fabs(grad[k][i] - expected[k][i]) < 2e-4, "%s: gradient of capture %zu at %zu: %g, expected %g",
+            isa.name, k, i, double(grad[k][i]), expected[k][i]);
     }
   }
 }
@@ -1106,7 +1119,8 @@ void TestRowMasks(const IsaKernels& isa) {
   }
 }
 
-// ---- times ---------------------------------------------------------------------------------------------------------
+// ---- times
+// ---------------------------------------------------------------------------------------------------------
 
 double NanosecondsPer(int repeats, const std::function<void()>& f) {
   double best = 1e30;
@@ -1200,9 +1214,8 @@ void Bench(const std::vector<IsaKernels>& isas) {
   const std::vector<int32_t> code = w.Finish(w.Op(kOrB, in_window, w.Op(kNotB, far)));
   const Program program = Decoded(code, captures);
   volatile int sink = 0;
-  const double classify = NanosecondsPer(100000, [&] {
-    sink = sink + int(program.Classify(captures.data(), {0, 0}, {0, 0}, {640, 703}, {256, 511}));
-  });
+  const double classify = NanosecondsPer(
+      100000, [&] { sink = sink + int(program.Classify(captures.data(), {0, 0}, {0, 0}, {640, 703}, {256, 511})); });
   const double decode = NanosecondsPer(20000, [&] {
     Program decoded;
     decoded.Decode(code.data(), int64_t(code.size()), captures.data(), int(captures.size()));

@@ -1,7 +1,9 @@
-// The vector interpreter: runs the instructions of stages 2 and 3 of a program over one row of scores.
+// The vector interpreter: runs the instructions of stages 2 and 3 of a program over one row of
+// scores.
 //
-// Plain data only (see program_ops.h). Decoding, scalars and intervals are in program.h; the loops over lanes are in
-// row_ops.inc, compiled once per instruction set and reached through IsaKernels::run_row.
+// Plain data only (see program_ops.h). Decoding, scalars and intervals are in program.h; the loops
+// over lanes are in row_ops.inc, compiled once per instruction set and reached through
+// IsaKernels::run_row.
 #ifndef FKL_FFI_CPU_ROW_OPS_H_
 #define FKL_FFI_CPU_ROW_OPS_H_
 
@@ -26,15 +28,16 @@ enum RowOp : int {
 };
 enum KvForm : int { kAPlusKv, kAMinusKv, kKvMinusA };
 
-// One operand of a vector instruction: a row register, a scalar slot (value id), or the row of kv indices itself, which
-// then is never written to memory.
+// One operand of a vector instruction: a row register, a scalar slot (value id), or the row of kv
+// indices itself, which then is never written to memory.
 enum OperandKind : int { kRegister, kScalar, kKv };
 struct RowOperand {
   int index;
   OperandKind kind;
 };
 
-// A captured array as the interpreter reads it: row-major, `data` already moved to the vmap element.
+// A captured array as the interpreter reads it: row-major, `data` already moved to the vmap
+// element.
 struct Capture {
   static constexpr int kMaxRank = 8;
   const void* data;
@@ -62,7 +65,8 @@ struct RowContext {
   const Scalar* scalars;    // by value id
   const Capture* captures;
   int kv_idx0;    // global kv index of lane 0
-  int num_lanes;  // 1..kRowWidth; lanes up to the next multiple of the vector width may be computed too
+  int num_lanes;  // 1..kRowWidth; lanes up to the next multiple of the vector width may be computed
+                  // too
 };
 
 }  // namespace fkl

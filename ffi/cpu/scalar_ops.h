@@ -1,5 +1,5 @@
-// What each operation of a program computes, on scalars. The row version is in row_ops.inc; the two agree to a few units in
-// the last place where libm is involved and exactly elsewhere.
+// What each operation of a program computes, on scalars. The row version is in row_ops.inc; the two
+// agree to a few units in the last place where libm is involved and exactly elsewhere.
 #ifndef FKL_FFI_CPU_SCALAR_OPS_H_
 #define FKL_FFI_CPU_SCALAR_OPS_H_
 

@@ -13,9 +13,9 @@ namespace fkl {
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
-// Lanes are keys (scores, dP): `whole` is the product of the whole tile with its `num_kv` keys, A having
-// elements of 4 bytes. In a mixed tile (strips not null) only the panels that are live for a strip are computed, the
-// others keep garbage.
+// Lanes are keys (scores, dP): `whole` is the product of the whole tile with its `num_kv` keys, A
+// having elements of 4 bytes. In a mixed tile (strips not null) only the panels that are live for a
+// strip are computed, the others keep garbage.
 inline void KeyLaneProduct(const IsaKernels& isa, void (*gemm)(const GemmArgs&), const GemmArgs& whole,
                            const Strip* strips, int num_kv) {
   GemmArgs g = whole;
@@ -41,8 +41,8 @@ inline void KeyLaneProduct(const IsaKernels& isa, void (*gemm)(const GemmArgs&),
   }
 }
 
-// Keys are summed over (P V, dS K): in a mixed tile each strip from its first to its last live key. `keys_per_step` is 2
-// for pairs of bf16.
+// Keys are summed over (P V, dS K): in a mixed tile each strip from its first to its last live key.
+// `keys_per_step` is 2 for pairs of bf16.
 inline void KeySumProduct(const IsaKernels& isa, void (*gemm)(const GemmArgs&), const GemmArgs& whole,
                           const Strip* strips, int num_kv, int keys_per_step) {
   GemmArgs g = whole;

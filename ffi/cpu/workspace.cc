@@ -9,8 +9,8 @@
 namespace fkl {
 namespace {
 
-// Fresh pages cost more than a small attention: first touch of 16 MB takes 9 ms, or 1.3 ms in huge pages. So a bounded
-// amount is kept between calls.
+// Fresh pages cost more than a small attention: first touch of 16 MB takes 9 ms, or 1.3 ms in huge
+// pages. So a bounded amount is kept between calls.
 constexpr size_t kKeptBytes = size_t{64} << 20;
 constexpr size_t kSmallBlock = size_t{256} << 10;
 constexpr size_t kHugePage = size_t{2} << 20;
