@@ -2,7 +2,6 @@
 #include "attention_call.h"
 
 #include <algorithm>
-#include <charconv>
 #include <utility>
 
 #include "ffi_checks.h"
@@ -32,12 +31,13 @@ void* AddressOf(const Array& array) {
   return array.data == nullptr ? &nothing : array.data;
 }
 
-// What internals.md says about a role.
+// What internals.md says about a role. Filled for every array of every call, so it must not allocate.
 struct AttentionCall::Role {
-  Axes axes;  // after *V, *B
+  std::array<int64_t, 3> sizes = {};  // of the axes after *V, *B
+  size_t num_axes = 0;
   std::span<const DType> dtypes;
   bool has_batch_axes = true;
-  bool may_broadcast_batch = false;
+  int num_broadcast_axes = 0;  // so many of its own axes may be 1; then those of *B too
 };
 
 AttentionCall::AttentionCall(int64_t num_batch_dims, BlockSizes blocks, Arrays operands, Arrays results)
@@ -155,60 +155,60 @@ void AttentionCall::FindSizes(int64_t num_batch_dims) {
 AttentionCall::Role AttentionCall::RoleOf(std::string_view role) const {
   const int64_t t = q_seq_len_, s = kv_seq_len_, n = num_q_heads_, k = num_kv_heads_;
   const std::span<const DType> same(&dtype_, 1);
-  if (role == "query") return {{{t}, {n}, {head_dim_}}, kFloats};
-  if (role == "key") return {{{s}, {k}, {head_dim_}}, same};
-  if (role == "value") return {{{s}, {k}, {value_head_dim_}}, same};
-  if (role == "out" || role == "dout") return {{{t}, {n}, {value_head_dim_}}, same};
-  if (role == "lse" || role == "dlse") return {{{n}, {t}}, kFloat32};
-  if (role == "scale") return {{}, kFloat32, false};
-  if (role == "bias") return {{{n, true}, {t, true}, {s, true}}, kFloats, true, true};
-  if (role == "q_segment_ids") return {{{t}}, kInt32};
-  if (role == "kv_segment_ids") return {{{s}}, kInt32};
-  if (role == "sinks") return {{{n}}, kFloat32, false};
-  if (role == "head_index") return {{{n}}, kInt32, false};
-  if (role == "block_mask") return {{{n, true}, {num_q_blocks()}, {num_kv_blocks()}}, kUInt8, true, true};
-  return {{}, kInt32};  // lengths, offsets, batch_index
+  if (role == "query") return {{t, n, head_dim_}, 3, kFloats};
+  if (role == "key") return {{s, k, head_dim_}, 3, same};
+  if (role == "value") return {{s, k, value_head_dim_}, 3, same};
+  if (role == "out" || role == "dout") return {{t, n, value_head_dim_}, 3, same};
+  if (role == "lse" || role == "dlse") return {{n, t}, 2, kFloat32};
+  if (role == "scale") return {{}, 0, kFloat32, false};
+  if (role == "bias") return {{n, t, s}, 3, kFloats, true, 3};
+  if (role == "q_segment_ids") return {{t}, 1, kInt32};
+  if (role == "kv_segment_ids") return {{s}, 1, kInt32};
+  if (role == "sinks") return {{n}, 1, kFloat32, false};
+  if (role == "head_index") return {{n}, 1, kInt32, false};
+  if (role == "block_mask") return {{n, num_q_blocks(), num_kv_blocks()}, 3, kUInt8, true, 1};
+  return {{}, 0, kInt32};  // lengths, offsets, batch_index
 }
 
-void AttentionCall::CheckShape(std::string_view role, const Dims& dims, const Axes& axes, bool has_full_vmap) const {
-  const size_t num_vmap_axes = vmap_dims_.size();
-  bool fits = dims.size() == num_vmap_axes + axes.size();
-  for (size_t axis = 0; fits && axis < num_vmap_axes; ++axis) {
-    fits = dims[axis] == vmap_dims_[axis] || (dims[axis] == 1 && !has_full_vmap);
-  }
-  for (size_t axis = 0; fits && axis < axes.size(); ++axis) {
-    const int64_t dim = dims[num_vmap_axes + axis];
-    fits = dim == axes[axis].size || (dim == 1 && axes[axis].may_be_one);
+void AttentionCall::CheckShape(std::string_view name, const Dims& dims, const Role& role, bool is_result) const {
+  const size_t num_vmap = vmap_dims_.size(), num_batch = role.has_batch_axes ? batch_dims_.size() : 0;
+  const auto expected = [&](size_t axis) -> std::pair<int64_t, bool> {  // size, and whether 1 will do
+    if (axis < num_vmap) return {vmap_dims_[axis], !is_result};
+    axis -= num_vmap;
+    if (axis < num_batch) return {batch_dims_[axis], role.num_broadcast_axes > 0};
+    axis -= num_batch;
+    return {role.sizes[axis], static_cast<int>(axis) < role.num_broadcast_axes};
+  };
+  const size_t rank = num_vmap + num_batch + role.num_axes;
+  bool fits = dims.size() == rank;
+  for (size_t axis = 0; fits && axis < rank; ++axis) {
+    const auto [size, may_be_one] = expected(axis);
+    fits = dims[axis] == size || (dims[axis] == 1 && may_be_one);
   }
   if (fits) return;
-  std::string expected;
-  const auto add = [&](int64_t size, bool may_be_one) {
-    expected += (expected.empty() ? "" : ", ") + std::to_string(size) + (may_be_one && size != 1 ? "|1" : "");
-  };
-  for (const int64_t dim : vmap_dims_) add(dim, !has_full_vmap);
-  for (const Axis& axis : axes) add(axis.size, axis.may_be_one);
-  throw InvalidCall((has_full_vmap ? "result " : "") + std::string(role) + " has shape " + ShapeText(dims) +
-                    ", expected (" + expected + ")");
+  std::string text;
+  for (size_t axis = 0; axis < rank; ++axis) {
+    const auto [size, may_be_one] = expected(axis);
+    text += (axis == 0 ? "" : ", ") + std::to_string(size) + (may_be_one && size != 1 ? "|1" : "");
+  }
+  throw InvalidCall((is_result ? "result " : "") + std::string(name) + " has shape " + ShapeText(dims) +
+                    ", expected (" + text + ")");
 }
 
-void AttentionCall::CheckDType(std::string_view role, DType dtype, std::span<const DType> allowed) {
+void AttentionCall::CheckDType(std::string_view prefix, std::string_view role, DType dtype,
+                               std::span<const DType> allowed) {
   if (std::find(allowed.begin(), allowed.end(), dtype) != allowed.end()) return;
   std::string names;
   for (const DType type : allowed) names += (names.empty() ? "" : " or ") + std::string(NameOf(type));
-  throw InvalidCall(std::string(role) + " has dtype " + NameOf(dtype) + ", expected " + names);
+  throw InvalidCall(std::string(prefix) + std::string(role) + " has dtype " + NameOf(dtype) + ", expected " + names);
 }
 
 const Array* AttentionCall::Operand(std::string_view role) const {
   const Array* array = Find(role);
   if (array == nullptr) return nullptr;
-  Role expected = RoleOf(role);
-  Axes axes;
-  if (expected.has_batch_axes) {
-    for (const int64_t dim : batch_dims_) axes.push_back({dim, expected.may_broadcast_batch});
-  }
-  axes.insert(axes.end(), expected.axes.begin(), expected.axes.end());
-  CheckShape(role, array->dims, axes, false);
-  CheckDType(role, array->dtype, expected.dtypes);
+  const Role expected = RoleOf(role);
+  CheckShape(role, array->dims, expected, false);
+  CheckDType("", role, array->dtype, expected.dtypes);
   return array;
 }
 
@@ -222,40 +222,45 @@ const Array* AttentionCall::Result(std::string_view role) const {
   const auto found = results_.find(role);
   if (found == results_.end()) return nullptr;
   const Array& array = found->second;
-  const std::string name = "result " + std::string(role);
+  if (role == "bias" || role.starts_with(kCapture)) {
+    const Array* operand = Find(role);
+    if (operand == nullptr) throw InvalidCall("result " + std::string(role) + " has no operand of that role");
+    CheckLikeOperand(role, array.dims, operand->dims);
+    CheckDType("result ", role, array.dtype, kFloat32);
+    return &array;
+  }
+  Role expected = RoleOf(role);
   if (role == "lse") {
     const Dims flat = {num_outer() * num_q_heads_, q_seq_len_};
     if (array.dims != flat) {
-      throw InvalidCall(name + " has shape " + ShapeText(array.dims) + ", expected " + ShapeText(flat));
+      throw InvalidCall("result lse has shape " + ShapeText(array.dims) + ", expected " + ShapeText(flat));
     }
-    CheckDType(name, array.dtype, kFloat32);
-    return &array;
+  } else {
+    CheckShape(role, array.dims, expected, true);
   }
-  Axes axes;
-  if (role == "bias" || role.starts_with(kCapture)) {  // the operand's own axes
-    const Array* operand = Find(role);
-    if (operand == nullptr) throw InvalidCall(name + " has no operand of that role");
-    for (size_t axis = vmap_dims_.size(); axis < operand->dims.size(); ++axis) axes.push_back({operand->dims[axis]});
-    CheckShape(role, array.dims, axes, true);
-    CheckDType(name, array.dtype, kFloat32);
-    return &array;
-  }
-  const Role expected = RoleOf(role);
-  if (expected.has_batch_axes) {
-    for (const int64_t dim : batch_dims_) axes.push_back({dim});
-  }
-  axes.insert(axes.end(), expected.axes.begin(), expected.axes.end());
-  CheckShape(role, array.dims, axes, true);
-  CheckDType(name, array.dtype,
-             role == "scale" ? std::span<const DType>(kFloat32) : std::span<const DType>(&dtype_, 1));
+  if (role == "query") expected.dtypes = {&dtype_, 1};
+  CheckDType("result ", role, array.dtype, expected.dtypes);
   return &array;
+}
+
+// A gradient has the operand's own axes, broadcast ones too, and all of *V.
+void AttentionCall::CheckLikeOperand(std::string_view role, const Dims& dims, const Dims& operand) const {
+  bool fits = dims.size() == operand.size();
+  for (size_t axis = 0; fits && axis < dims.size(); ++axis) {
+    fits = dims[axis] == (axis < vmap_dims_.size() ? vmap_dims_[axis] : operand[axis]);
+  }
+  if (fits) return;
+  Dims expected = operand;
+  std::copy(vmap_dims_.begin(), vmap_dims_.end(), expected.begin());
+  throw InvalidCall("result " + std::string(role) + " has shape " + ShapeText(dims) + ", expected " +
+                    ShapeText(expected));
 }
 
 // Bytes, as many as the launch record asks for.
 const Array* AttentionCall::Workspace() const {
   const auto found = results_.find("workspace");
   if (found == results_.end()) return nullptr;
-  CheckDType("workspace", found->second.dtype, kUInt8);
+  CheckDType("result ", "workspace", found->second.dtype, kUInt8);
   return &found->second;
 }
 

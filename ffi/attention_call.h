@@ -31,13 +31,6 @@ int64_t Product(std::span<const int64_t> dims);
 // absent operand.
 void* AddressOf(const Array& array);
 
-// An axis of a role's shape after *V.
-struct Axis {
-  int64_t size;
-  bool may_be_one = false;
-};
-using Axes = std::vector<Axis>;
-
 // Sizes of the blocks of block_mask, 0 without one.
 struct BlockSizes {
   int64_t q = 0, kv = 0;
@@ -92,8 +85,10 @@ class AttentionCall {
   void CheckKnownRoles() const;
   void FindSizes(int64_t num_batch_dims);
   Role RoleOf(std::string_view role) const;
-  void CheckShape(std::string_view role, const Dims& dims, const Axes& axes, bool has_full_vmap) const;
-  static void CheckDType(std::string_view role, DType dtype, std::span<const DType> allowed);
+  // The array's shape is *V, *B, the role's own axes; of an operand's vmap axes each may be 1.
+  void CheckShape(std::string_view name, const Dims& dims, const Role& role, bool is_result) const;
+  void CheckLikeOperand(std::string_view role, const Dims& dims, const Dims& operand) const;
+  static void CheckDType(std::string_view prefix, std::string_view role, DType dtype, std::span<const DType> allowed);
 
   Arrays operands_, results_;
   BlockSizes blocks_;

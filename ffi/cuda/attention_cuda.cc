@@ -1,5 +1,7 @@
 #include "cuda/attention_cuda.h"
 
+#include <algorithm>
+#include <iterator>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -49,19 +51,33 @@ void Zero(const cuda::Driver& driver, const std::vector<cuda::Memory>& parts, cu
   }
 }
 
-template <Direction kDirection>
+// PreparedCall::is_aligned without preparing anything: `initialize` runs before every execution, usually in vain.
+bool HasAlignedRows(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const ffi::Dictionary& attributes) {
+  static constexpr std::string_view kRoles[] = {"query", "key", "value", "out", "dout"};
+  bool aligned = true;
+  const auto look = [&](std::string_view role, const ffi::AnyBuffer& buffer) {
+    if (std::find(std::begin(kRoles), std::end(kRoles), role) == std::end(kRoles)) return;
+    if (buffer.element_count() == 0) return;
+    const auto row_bytes =
+        buffer.size_bytes() / (buffer.element_count() / static_cast<size_t>(buffer.dimensions().back()));
+    aligned = aligned && cuda::IsRowAligned(buffer.untyped_data(), static_cast<int64_t>(row_bytes));
+  };
+  ForEachRole(Attribute<std::string_view>(attributes, "operands"), [&](std::string_view role, size_t index) {
+    const auto buffer = args.get<ffi::AnyBuffer>(index);
+    if (buffer.has_value()) look(role, *buffer);
+  });
+  ForEachRole(Attribute<std::string_view>(attributes, "results"), [&](std::string_view role, size_t index) {
+    const auto buffer = rets.get<ffi::AnyBuffer>(index);
+    if (buffer.has_value()) look(role, **buffer);
+  });
+  return aligned;
+}
+
 ffi::Error Initialize(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   return Guarded([&] {
     const LaunchAttributes launch(attributes);
-    // A runtime may call without buffers; then the usual class is taken, and `execute` loads the
-    // other if it must.
-    bool aligned = true;
-    if (args.size() > 0) {
-      const AttentionCall call = DecodeCall(args, rets, attributes);
-      const cuda::PreparedCall prepared(kDirection, call, launch.record);
-      if (!prepared.has_kernels()) return;
-      aligned = prepared.is_aligned();
-    }
+    // A runtime may call without buffers; then the usual class is taken, and `execute` loads the other if it must.
+    const bool aligned = args.size() == 0 || HasAlignedRows(args, rets, attributes);
     const cuda::ScopedContext context(device);
     launch.Kernels(aligned, device);
   });
@@ -94,8 +110,6 @@ ffi::Error Execute(void* stream_handle, int32_t device, ffi::RemainingArgs args,
   });
 }
 
-constexpr auto kInitializeForward = Initialize<Direction::kForward>;
-constexpr auto kInitializeBackward = Initialize<Direction::kBackward>;
 constexpr auto kExecuteForward = Execute<Direction::kForward>;
 constexpr auto kExecuteBackward = Execute<Direction::kBackward>;
 
@@ -103,16 +117,14 @@ constexpr auto kExecuteBackward = Execute<Direction::kBackward>;
 #define FKL_EXECUTE \
   ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs()
 
-XLA_FFI_DEFINE_HANDLER(kForwardInitializeHandler, kInitializeForward, FKL_INITIALIZE);
-XLA_FFI_DEFINE_HANDLER(kBackwardInitializeHandler, kInitializeBackward, FKL_INITIALIZE);
+XLA_FFI_DEFINE_HANDLER(kInitializeHandler, Initialize, FKL_INITIALIZE);
 XLA_FFI_DEFINE_HANDLER(kForwardExecuteHandler, kExecuteForward, FKL_EXECUTE, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kBackwardExecuteHandler, kExecuteBackward, FKL_EXECUTE, {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
-XLA_FFI_Error* InitializeAttentionForwardCuda(XLA_FFI_CallFrame* frame) { return kForwardInitializeHandler(frame); }
+XLA_FFI_Error* InitializeAttentionCuda(XLA_FFI_CallFrame* frame) { return kInitializeHandler(frame); }
 XLA_FFI_Error* AttentionForwardCuda(XLA_FFI_CallFrame* frame) { return kForwardExecuteHandler(frame); }
-XLA_FFI_Error* InitializeAttentionBackwardCuda(XLA_FFI_CallFrame* frame) { return kBackwardInitializeHandler(frame); }
 XLA_FFI_Error* AttentionBackwardCuda(XLA_FFI_CallFrame* frame) { return kBackwardExecuteHandler(frame); }
 
 }  // namespace fkl

@@ -8,9 +8,8 @@
 
 namespace fkl {
 
-XLA_FFI_Error* InitializeAttentionForwardCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* InitializeAttentionCuda(XLA_FFI_CallFrame* call_frame);  // of both
 XLA_FFI_Error* AttentionForwardCuda(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* InitializeAttentionBackwardCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* AttentionBackwardCuda(XLA_FFI_CallFrame* call_frame);
 
 }  // namespace fkl

@@ -275,8 +275,8 @@ double ParamsMicroseconds(bool is_backward, int64_t num_batch_dims, int64_t bloc
 
 nb::dict Handlers() {
   nb::dict handlers;
-  handlers["fkl_attention_fwd"] = StagesOf(InitializeAttentionForwardCuda, AttentionForwardCuda);
-  handlers["fkl_attention_bwd"] = StagesOf(InitializeAttentionBackwardCuda, AttentionBackwardCuda);
+  handlers["fkl_attention_fwd"] = StagesOf(InitializeAttentionCuda, AttentionForwardCuda);
+  handlers["fkl_attention_bwd"] = StagesOf(InitializeAttentionCuda, AttentionBackwardCuda);
   return handlers;
 }
 

@@ -29,14 +29,12 @@ void CheckRange(const std::string& what, int64_t value, int64_t smallest, int64_
 
 int64_t BytesOf(const Array& array) { return Product(array.dims) * SizeOf(array.dtype); }
 
-// Rows lie one after the other, so all of them are aligned if the first is and a row is a multiple.
-bool HasAlignedRows(const Array* array) {
-  if (array == nullptr || Product(array->dims) == 0) return true;
-  const auto row_bytes = static_cast<uintptr_t>(array->dims.back() * SizeOf(array->dtype));
-  return reinterpret_cast<uintptr_t>(array->data) % kRowAlignment == 0 && row_bytes % kRowAlignment == 0;
-}
-
 }  // namespace
+
+bool IsRowAligned(const void* first, int64_t row_bytes) {
+  return reinterpret_cast<uintptr_t>(first) % kRowAlignment == 0 &&
+         static_cast<uintptr_t>(row_bytes) % kRowAlignment == 0;
+}
 
 LaunchRecord DecodeLaunch(std::span<const int32_t> numbers) {
   if (numbers.size() < kHeaderNumbers) ThrowDamaged("it has " + std::to_string(numbers.size()) + " numbers");
@@ -120,14 +118,11 @@ void OuterBinder::Finish(CommonParams* common) {
   }
   common->num_outer = num_outer_;
   for (Bound& bound : bound_) {
-    Dims merged;
-    for (const size_t axis : last_of_merged) merged.push_back(bound.strides[axis]);
     for (size_t axis = 0; axis < kMaxOuter; ++axis) {
       const size_t from = num_round_axes + axis;
-      bound.outer_stride[axis] = from < merged.size() ? merged[from] : 0;
+      bound.outer_stride[axis] = from < last_of_merged.size() ? bound.strides[last_of_merged[from]] : 0;
     }
-    merged.resize(num_round_axes);
-    bound.strides = std::move(merged);
+    for (size_t axis = 0; axis < num_round_axes; ++axis) bound.strides[axis] = bound.strides[last_of_merged[axis]];
   }
 }
 
@@ -176,7 +171,8 @@ void PreparedCall::BindRows(TensorParam* param, std::string_view role, const Arr
   param->head_stride = array->dims[base + 2];
   param->row_stride = array->dims[base + 1] * array->dims[base + 2];
   binder_.Add(&param->data, param->outer_stride, *array, call_.OuterStrides(role, array->dims));
-  is_aligned_ = is_aligned_ && HasAlignedRows(array);
+  if (Product(array->dims) == 0) return;
+  is_aligned_ = is_aligned_ && IsRowAligned(array->data, array->dims.back() * SizeOf(array->dtype));
 }
 
 void PreparedCall::BindBias(TensorParam* param, long long* column_stride, const Array* array) {

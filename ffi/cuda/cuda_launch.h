@@ -40,10 +40,14 @@ struct Memory {
   size_t bytes;
 };
 
+// Whether vectors of 16 bytes may be read from every row: they lie one after the other, so all of them are aligned if
+// the first is and a row is a multiple.
+bool IsRowAligned(const void* first, int64_t row_bytes);
+
 // Connects arrays to members of a parameter struct: strides once, addresses anew in every round.
 class OuterBinder {
  public:
-  explicit OuterBinder(const AttentionCall& call) : outer_dims_(call.outer_dims()) {}
+  explicit OuterBinder(const AttentionCall& call) : outer_dims_(call.outer_dims()) { bound_.reserve(32); }
 
   // `strides` along the call's outer axes, in elements.
   void Add(void** data, long long* outer_stride, const Array& array, Dims strides);
@@ -60,7 +64,7 @@ class OuterBinder {
     char* first;
     long long* outer_stride;
     int element_bytes;
-    Dims strides;
+    Dims strides;  // along the call's outer axes; after Finish, along those of rounds, at the front
   };
   struct Flat {
     void** data;
