@@ -5,6 +5,7 @@ statement per value, each in the earliest function that can compute it.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -162,6 +163,8 @@ class _Functor:
         if self.is_backward:
             for stage, kind in ((HEAD, "HeadGrads"), (ROW, "RowGrads")):
                 mine = [f"float {g.name};" for g in self.grads if g.stage == stage]
+                if stage == HEAD:
+                    mine += [self._pending(g) for g in self.grads if g.stage == ELEMENT]
                 lines.append(self._struct(kind, mine))
         captures = {
             n.data[0]: CAPTURE_TYPES[n.data[2]] for n in self.nodes if n.op == "load"
@@ -311,9 +314,8 @@ class _Functor:
         """Of an element of a captured array; every index is clamped to its axis."""
         node = self.nodes[load]
         _, shape, _ = node.data
-        size = int(np.prod(shape, dtype=np.int64))
-        wide = "static_cast<long long>({})" if size > np.iinfo(np.int32).max else "{}"
-        terms, stride = [], size
+        wide = "static_cast<long long>({})" if self._is_wide(load) else "{}"
+        terms, stride = [], math.prod(shape)
         for a, length in zip(node.args, shape, strict=True):
             stride //= length
             if length == 1:
@@ -339,8 +341,12 @@ class _Functor:
             if g.stage < ELEMENT:
                 body.append(f"    {_PLACE[g.stage]}_grads.{g.name} += {value};")
             else:
-                where = f"{self.nodes[g.load].data[0]}, {self._offset(g.load, ELEMENT)}"
-                body.append(f"    grads.add({where}, {value});")
+                capture = self.nodes[g.load].data[0]
+                where = self._offset(g.load, ELEMENT)
+                body.append(
+                    f"    grads.add_later({capture}, head_grads.{g.name}, {where}, "
+                    f"{value});"
+                )
         return self._function(
             "float derivative(const Head& head, const Row& row, float score, "
             "int kv_idx, float ct,\n"
@@ -373,8 +379,28 @@ class _Functor:
                     lines.append(
                         f"    grads.add_sum<{mask}>({capture}, {where}, sums.{g.name});"
                     )
+                elif g.stage == ELEMENT and stage == HEAD:
+                    capture = self.nodes[g.load].data[0]
+                    lines.append(f"    grads.flush({capture}, sums.{g.name});")
             lines += ["    sums = {};", "  }"]
         return lines
+
+    def _pending(self, g: _Gradient) -> str:
+        """Where a gradient that every score adds elsewhere waits. In the backward a
+        lane owns two keys, whose elements come in turn."""
+        kind = "long long" if self._is_wide(g.load) else "int"
+        by_key = not self._reads(g.load, "q")
+        return f"fkl::PendingGrad<{kind}> {g.name}{'[2]' if by_key else ''};"
+
+    def _is_wide(self, load: int) -> bool:
+        shape = self.nodes[load].data[1]
+        return math.prod(shape) > np.iinfo(np.int32).max
+
+    def _reads(self, k: int, name: str) -> bool:
+        node = self.nodes[k]
+        if node.op == "input":
+            return bool(node.data == name)
+        return any(self._reads(a, name) for a in node.args)
 
     # -- interval arithmetic
 

@@ -120,18 +120,14 @@ inline int __float2int_rz(float x) {
 }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline unsigned __umulhi(unsigned a, unsigned b) {
-  return static_cast<unsigned>(uint64_t{a} * b >> 32);
-}
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(uint64_t{a} * b >> 32); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline void atomicAdd(float* p, float x) { *p += x; }
 
-inline unsigned __activemask() { return 0xffffffffu; }
 inline unsigned __ballot_sync(unsigned, bool x) {
   const uint64_t* all = on_cpu::Gather(x);
   unsigned bits = 0;
-  for (int lane = 0; lane < on_cpu::kLanes; ++lane)
-    bits |= static_cast<unsigned>(all[lane]) << lane;
+  for (int lane = 0; lane < on_cpu::kLanes; ++lane) bits |= static_cast<unsigned>(all[lane]) << lane;
   return bits;
 }
 inline int __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == 0xffffffffu; }
@@ -139,8 +135,9 @@ inline float __shfl_xor_sync(unsigned, float x, int bits) {
   const uint64_t* all = on_cpu::Gather(static_cast<uint32_t>(__float_as_int(x)));
   return __int_as_float(static_cast<int>(all[on_cpu::warp.lane ^ bits]));
 }
-inline long long __shfl_sync(unsigned, long long x, int lane) {
-  return static_cast<long long>(on_cpu::Gather(static_cast<uint64_t>(x))[lane]);
+template <class T>
+T __shfl_sync(unsigned, T x, int lane) {
+  return static_cast<T>(on_cpu::Gather(static_cast<uint64_t>(x))[lane]);
 }
 inline int __reduce_min_sync(unsigned, int x) {
   const uint64_t* all = on_cpu::Gather(static_cast<uint32_t>(x));

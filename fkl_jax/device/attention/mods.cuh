@@ -43,17 +43,11 @@ FKL_DEVICE int read_element(const short* p) { return __ldg(p); }
 FKL_DEVICE int read_element(const unsigned short* p) { return __ldg(p); }
 FKL_DEVICE int read_element(const signed char* p) { return __ldg(p); }
 FKL_DEVICE int read_element(const unsigned char* p) { return __ldg(p); }
-FKL_DEVICE int read_element(const long long* p) {
-  return static_cast<int>(__ldg(p));
-}  // indices wrap to 32 bits
-FKL_DEVICE bool read_element(const bool* p) {
-  return __ldg(reinterpret_cast<const unsigned char*>(p)) != 0;
-}
+FKL_DEVICE int read_element(const long long* p) { return static_cast<int>(__ldg(p)); }  // indices wrap to 32 bits
+FKL_DEVICE bool read_element(const bool* p) { return __ldg(reinterpret_cast<const unsigned char*>(p)) != 0; }
 
 // An index into an axis is clamped to it, as XLA clamps.
-FKL_DEVICE int clamp_index(int index, int size) {
-  return index < 0 ? 0 : index >= size ? size - 1 : index;
-}
+FKL_DEVICE int clamp_index(int index, int size) { return index < 0 ? 0 : index >= size ? size - 1 : index; }
 
 // The sum over lanes that differ in the bits of kLaneMask: 31 the warp, 3 the four lanes that share
 // a row of an mma accumulator, 28 the eight that share a column of one.
@@ -68,6 +62,13 @@ FKL_DEVICE float sum_over_lanes(float value) {
 
 FKL_DEVICE int mod_lane() { return static_cast<int>(threadIdx.x) & 31; }
 
+// A sum that has not yet been added to the element it is for; starts as {}.
+template <class Offset>
+struct PendingGrad {
+  Offset offset;
+  float sum;
+};
+
 // The gradients of the captures of a call: pointers at this outer element, null where
 // none is asked for.
 struct CaptureGrads {
@@ -76,24 +77,46 @@ struct CaptureGrads {
   static FKL_DEVICE CaptureGrads bind(const BackwardParams& params, const OuterIndex& outer) {
     CaptureGrads grads;
 #pragma unroll
-    for (int k = 0; k < kMaxCaptures; ++k)
-      grads.data[k] = at_outer<float>(params.dcaptures[k], outer);
+    for (int k = 0; k < kMaxCaptures; ++k) grads.data[k] = at_outer<float>(params.dcaptures[k], outer);
     return grads;
   }
 
-  // What one lane has for an element. Where the whole warp has the same one (a table of clipped
-  // distances, far from the diagonal) the sum is added once: additions to one address wait for
-  // each other. Lanes may come alone.
-  FKL_DEVICE void add(int capture, long long offset, float value) const {
-    if (data[capture] == nullptr) return;
-    if (__activemask() == 0xffffffffu) {
-      const long long first = __shfl_sync(0xffffffffu, offset, 0);
-      if (__all_sync(0xffffffffu, offset == first)) {
-        value = sum_over_lanes<31>(value);
-        if (mod_lane() != 0) return;
-      }
+  // What one lane has for an element: kept until it has something for another one. Of a table of
+  // clipped distances, far from the diagonal all scores read the same element; sent one by one,
+  // additions to one address wait for each other.
+  template <class Offset>
+  FKL_DEVICE void add_later(int capture, PendingGrad<Offset>& pending, Offset offset, float value) const {
+    if (data[capture] == nullptr || value == 0.0f) return;
+    if (offset != pending.offset) replace(capture, pending, offset);
+    pending.sum += value;
+  }
+  // The same for two elements in turn: the keys that a lane owns.
+  template <class Offset>
+  FKL_DEVICE void add_later(int capture, PendingGrad<Offset> (&pending)[2], Offset offset, float value) const {
+    if (data[capture] == nullptr || value == 0.0f) return;
+    if (offset != pending[0].offset) {
+      const PendingGrad<Offset> other = pending[1];
+      pending[1] = pending[0];
+      pending[0] = other;
+      if (offset != other.offset) replace(capture, pending[0], offset);
     }
-    if (value != 0.0f) atomicAdd(data[capture] + offset, value);
+    pending[0].sum += value;
+  }
+  // All lanes of the warp call it together.
+  template <class Offset>
+  FKL_DEVICE void flush(int capture, const PendingGrad<Offset>& pending) const {
+    if (data[capture] == nullptr) return;
+    const Offset first = __shfl_sync(0xffffffffu, pending.offset, 0);
+    if (__all_sync(0xffffffffu, pending.offset == first)) {
+      add_sum<31>(capture, first, pending.sum);
+    } else if (pending.sum != 0.0f) {
+      atomicAdd(data[capture] + pending.offset, pending.sum);
+    }
+  }
+  template <class Offset>
+  FKL_DEVICE void flush(int capture, const PendingGrad<Offset> (&pending)[2]) const {
+    flush(capture, pending[0]);
+    flush(capture, pending[1]);
   }
 
   // What the lanes that differ in kLaneMask have for the same element; all lanes of the warp call
@@ -103,6 +126,13 @@ struct CaptureGrads {
     if (data[capture] == nullptr) return;
     value = sum_over_lanes<kLaneMask>(value);
     if ((mod_lane() & kLaneMask) == 0 && value != 0.0f) atomicAdd(data[capture] + offset, value);
+  }
+
+ private:
+  template <class Offset>
+  FKL_DEVICE void replace(int capture, PendingGrad<Offset>& pending, Offset offset) const {
+    if (pending.sum != 0.0f) atomicAdd(data[capture] + pending.offset, pending.sum);
+    pending = {offset, 0.0f};
   }
 };
 
@@ -135,9 +165,7 @@ FKL_DEVICE float div_f32(float a, float b) {
   float r;
   asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(b));
   const float q = a * r, corrected = fmaf(fmaf(-q, b, a), r, q);
-  return corrected == corrected
-             ? corrected
-             : q;  // infinities and zeros: the remainder is NaN, the quotient is right
+  return corrected == corrected ? corrected : q;  // infinities and zeros: the remainder is NaN, the quotient is right
 #else
   return a / b;
 #endif
@@ -207,8 +235,8 @@ FKL_DEVICE float reduce_angle(float x, int* quadrant) {
   }
   const double n = rint(x * 0.63661977236758134308);
   *quadrant = static_cast<int>(static_cast<long long>(n)) & 3;
-  const float r = static_cast<float>(
-      fma(n, -6.123233995736766036e-17, fma(n, -1.5707963267948965580, static_cast<double>(x))));
+  const float r =
+      static_cast<float>(fma(n, -6.123233995736766036e-17, fma(n, -1.5707963267948965580, static_cast<double>(x))));
   return fabsf(r) <= 1.0f ? r : x - x;
 }
 
@@ -219,8 +247,7 @@ FKL_DEVICE float sin_reduced(float r) {
 }
 FKL_DEVICE float cos_reduced(float r) {
   const float z = r * r;
-  const float p =
-      fmaf(z, fmaf(z, 2.443315711809948e-5f, -1.388731625493765e-3f), 4.166664568298827e-2f);
+  const float p = fmaf(z, fmaf(z, 2.443315711809948e-5f, -1.388731625493765e-3f), 4.166664568298827e-2f);
   return fmaf(z * z, p, fmaf(-0.5f, z, 1.0f));
 }
 
@@ -246,17 +273,14 @@ FKL_DEVICE float tan_f32(float x) {
 FKL_DEVICE float round_bf16(float x) {
   const unsigned bits = static_cast<unsigned>(__float_as_int(x));
   const unsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-  return is_nan(x) ? x
-                   : __int_as_float(
-                         static_cast<int>(rounded));  // the carry could turn a NaN into a number
+  return is_nan(x) ? x : __int_as_float(static_cast<int>(rounded));  // the carry could turn a NaN into a number
 }
 
 FKL_DEVICE float round_f16(float x) {
   constexpr float kMinNormal = 6.103515625e-5f, kOverflow = 65520.0f;
   const float ax = fabsf(x);
   const unsigned bits = static_cast<unsigned>(__float_as_int(ax));
-  const float normal =
-      __int_as_float(static_cast<int>((bits + 0xfffu + ((bits >> 13) & 1u)) & 0xffffe000u));
+  const float normal = __int_as_float(static_cast<int>((bits + 0xfffu + ((bits >> 13) & 1u)) & 0xffffe000u));
   const float subnormal = (ax + 0.5f) - 0.5f;  // to a multiple of 2^-24
   float y = ax < kMinNormal ? subnormal : normal;
   y = ax >= kOverflow ? __int_as_float(0x7f800000) : y;
@@ -270,12 +294,8 @@ FKL_DEVICE int f32_to_i32(float x) { return __float2int_rz(x); }  // saturates, 
 // ---- integers
 
 FKL_DEVICE int add_i32(int a, int b) { return wrapping_add(a, b); }
-FKL_DEVICE int sub_i32(int a, int b) {
-  return static_cast<int>(static_cast<unsigned>(a) - static_cast<unsigned>(b));
-}
-FKL_DEVICE int mul_i32(int a, int b) {
-  return static_cast<int>(static_cast<unsigned>(a) * static_cast<unsigned>(b));
-}
+FKL_DEVICE int sub_i32(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) - static_cast<unsigned>(b)); }
+FKL_DEVICE int mul_i32(int a, int b) { return static_cast<int>(static_cast<unsigned>(a) * static_cast<unsigned>(b)); }
 FKL_DEVICE int neg_i32(int a) { return sub_i32(0, a); }
 FKL_DEVICE int abs_i32(int a) { return a < 0 ? neg_i32(a) : a; }
 FKL_DEVICE int sign_i32(int a) { return (a > 0) - (a < 0); }
@@ -313,8 +333,8 @@ struct NoScoreMod {
   FKL_DEVICE Head bind_head(int, int) const { return {}; }
   FKL_DEVICE Row bind_row(const Head&, int) const { return {}; }
   FKL_DEVICE float score(const Head&, const Row&, float score, int) const { return score; }
-  FKL_DEVICE float derivative(const Head&, const Row&, float, int, float ct, const CaptureGrads&,
-                              HeadGrads&, RowGrads&) const {
+  FKL_DEVICE float derivative(const Head&, const Row&, float, int, float ct, const CaptureGrads&, HeadGrads&,
+                              RowGrads&) const {
     return ct;
   }
   template <int kLaneMask>
