@@ -63,11 +63,11 @@ bool HasAlignedRows(const ffi::RemainingArgs& args, const ffi::RemainingRets& re
     aligned = aligned && cuda::IsRowAligned(buffer.untyped_data(), static_cast<int64_t>(row_bytes));
   };
   ForEachRole(Attribute<std::string_view>(attributes, "operands"), [&](std::string_view role, size_t index) {
-    const auto buffer = args.get<ffi::AnyBuffer>(index);
+    auto buffer = args.get<ffi::AnyBuffer>(index);
     if (buffer.has_value()) look(role, *buffer);
   });
   ForEachRole(Attribute<std::string_view>(attributes, "results"), [&](std::string_view role, size_t index) {
-    const auto buffer = rets.get<ffi::AnyBuffer>(index);
+    auto buffer = rets.get<ffi::AnyBuffer>(index);
     if (buffer.has_value()) look(role, **buffer);
   });
   return aligned;
