@@ -13,10 +13,24 @@ FKL_DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-FKL_DEVICE int lane_index() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+// Masked, so that the compiler sees that they are not negative and divides by shifts.
+FKL_DEVICE int lane_index() { return static_cast<int>(threadIdx.x & (kWarpSize - 1u)); }
 // The shuffle tells the compiler that the value is the same in the whole warp (uniform registers and branches).
 FKL_DEVICE int warp_index() {
-  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpSize, 0);
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / kWarpSize), 0) & 31;
+}
+
+// Read anew at each call, so that what follows from it is computed anew as well and not kept in registers.
+FKL_DEVICE int block_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+// The same value, but the compiler does not know: what is made from it is made again every time, not kept in registers.
+FKL_DEVICE int hidden(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
 }
 
 // ---- Asynchronous copies, global to shared -------------------------------------------------------------------------

@@ -58,6 +58,7 @@ FKL_CONSTEXPR int ceil_div(int a, int b) { return (a + b - 1) / b; }
 FKL_CONSTEXPR int round_up(int a, int multiple) { return ceil_div(a, multiple) * multiple; }
 FKL_CONSTEXPR int min_int(int a, int b) { return a < b ? a : b; }
 FKL_CONSTEXPR int max_int(int a, int b) { return a > b ? a : b; }
+FKL_CONSTEXPR int floor_power_of_two(int x) { return x < 2 ? x : 2 * floor_power_of_two(x / 2); }
 
 }  // namespace fkl
 

@@ -14,6 +14,10 @@ namespace fkl {
 
 // One matrix in global memory, read tile by tile by `kThreads` threads. Asynchronous: commit and wait are the caller's,
 // a barrier is needed before other threads read, whatever the class.
+//
+// Each thread has one chunk of every kRowStep-th row (some threads have none if the chunks do not divide them). The step is
+// a power of two, so that the swizzle of all its places differs by constants: a copy costs an addition of the source, a
+// comparison and the instruction itself, and no registers between tiles but the two starts.
 template <class Tile, bool kAligned, int kThreads>
 class TileCopy {
  public:
@@ -22,54 +26,59 @@ class TileCopy {
   FKL_DEVICE TileCopy() {}
   // `data` is the first row; `row_stride` and `num_columns` (the real ones) in elements.
   FKL_DEVICE TileCopy(const Element* data, long long row_stride, int num_columns, int thread)
-      : data_(reinterpret_cast<const char*>(data)),
-        row_stride_bytes_(row_stride * kElementBytes),
-        row_bytes_(num_columns * kElementBytes),
-        thread_(thread) {
-    if constexpr (kFixedChunk) {
-      data_ += static_cast<long long>(thread / Tile::kChunks) * row_stride_bytes_ +
-               thread % Tile::kChunks * kChunkBytes;
-    }
+      : row_stride_bytes_(row_stride * kElementBytes) {
+    const int chunk = thread % kRowThreads;
+    row_ = thread / kRowThreads;
+    valid_bytes_ = num_columns * kElementBytes - chunk * kChunkBytes;
+    destination_ = static_cast<uint32_t>(Tile::chunk_offset(row_, chunk));
+    data_ = reinterpret_cast<const char*>(data) + row_ * row_stride_bytes_ + chunk * kChunkBytes;
     if constexpr (!kAligned) {
       const unsigned low_bits = static_cast<unsigned>(reinterpret_cast<unsigned long long>(data)) |
                                 static_cast<unsigned>(row_stride_bytes_) |
-                                static_cast<unsigned>(row_bytes_);
+                                static_cast<unsigned>(num_columns * kElementBytes);
       width_ = low_bits % 8 == 0 ? 8 : low_bits % 4 == 0 ? 4 : kElementBytes;
     }
+    if (kRowStep * kRowThreads < kThreads && row_ >= kRowStep) row_ = Tile::kRows;  // none
+    // A chunk beyond the columns is one of a row beyond the end.
+    if (kParts == 1) first_valid_row_ = valid_bytes_ > 0 ? row_ : kNoRow;
   }
 
   // Rows first_row .. first_row + Tile::kRows - 1 to the tile at `tile`; rows from `end_row` on become zero.
   FKL_DEVICE void copy(uint32_t tile, int first_row, int end_row) const {
-    const char* first = data_ + first_row * row_stride_bytes_;
-    const int num_rows = end_row - first_row;
+    const char* source = data_ + first_row * row_stride_bytes_;
+    const uint32_t destination = tile + destination_;
+    // From this thread's first one on.
+    const int num_rows = end_row - first_row - (kParts == 1 ? first_valid_row_ : row_);
 #pragma unroll
-    for (int i = 0; i < kIterations; ++i) {
-      const int index = thread_ + i * kThreads;
-      if (kChunkCount % kThreads != 0 && i == kIterations - 1 && index >= kChunkCount) break;
-      const int row = index / Tile::kChunks, chunk = index % Tile::kChunks;
-      const uint32_t destination = tile + static_cast<uint32_t>(Tile::chunk_offset(row, chunk));
-      const char* source;
-      if constexpr (kFixedChunk) {  // steps that are the same in every thread
-        source = first + i * kRowsPerIteration * row_stride_bytes_;
-      } else {
-        source = first + row * row_stride_bytes_ + chunk * kChunkBytes;
+    for (int i = 0; i < kSteps; ++i) {
+      const int row = i * kRowStep;
+      if ((kRowStep * kRowThreads < kThreads || row + kRowStep > Tile::kRows) && row_ + row >= Tile::kRows)
+        break;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int column_bytes = part * kRowThreads * kChunkBytes;
+        copy_chunk((destination ^ static_cast<uint32_t>(Tile::phase(row) * kChunkBytes)) +
+                       static_cast<uint32_t>(row * Tile::kRowBytes + column_bytes),
+                   source + column_bytes, row < num_rows, valid_bytes_ - column_bytes);
       }
-      copy_chunk(destination, source, row < num_rows, row_bytes_ - chunk * kChunkBytes);
+      source += kRowStep * row_stride_bytes_;
     }
   }
 
  private:
+  static constexpr int kNoRow = 1 << 30;
   static constexpr int kElementBytes = static_cast<int>(sizeof(Element));
-  static constexpr int kChunkCount = Tile::kRows * Tile::kChunks;
-  static constexpr int kIterations = ceil_div(kChunkCount, kThreads);
-  static constexpr bool kFixedChunk = kThreads % Tile::kChunks == 0;
-  static constexpr int kRowsPerIteration = kThreads / Tile::kChunks;
+  static constexpr int kRowThreads = min_int(Tile::kChunks, kThreads);  // that share a row
+  static constexpr int kParts = Tile::kChunks / kRowThreads;            // chunks of a thread in a row
+  static_assert(Tile::kChunks % kRowThreads == 0, "a row longer than all threads is whole rounds of them");
+  static constexpr int kRowStep = floor_power_of_two(min_int(kThreads / kRowThreads, Tile::kRows));
+  static constexpr int kSteps = ceil_div(Tile::kRows, kRowStep);
 
   // `valid_bytes` of the chunk lie inside the row (zero, negative or more than a chunk: clipped).
   FKL_DEVICE void copy_chunk(uint32_t destination, const char* source, bool is_valid_row,
                              int valid_bytes) const {
     if constexpr (kAligned) {
-      cp_async_16(destination, source, is_valid_row && valid_bytes > 0);
+      cp_async_16(destination, source, is_valid_row && (kParts == 1 || valid_bytes > 0));
     } else {
       if (!is_valid_row) valid_bytes = 0;
       if (width_ == 8) {
@@ -95,9 +104,11 @@ class TileCopy {
 
   const char* data_;
   long long row_stride_bytes_;
-  int row_bytes_;
-  int thread_;
-  int width_;  // of the unaligned class: bytes per copy
+  uint32_t destination_;  // of the thread's first chunk in a tile
+  int row_;               // its row
+  int first_valid_row_;   // the same, or kNoRow
+  int valid_bytes_;       // of the row, from its chunk on
+  int width_;             // of the unaligned class: bytes per copy
 };
 
 // One row's neighbouring columns `column`, `column + 1` to global memory, as far as they exist.

@@ -51,6 +51,7 @@ struct Mma16 {
   struct Base {
     uint32_t address;
   };
+  static FKL_DEVICE Base moved(Base base, uint32_t bytes) { return Base{base.address + bytes}; }
   template <class Tile>
   static FKL_DEVICE Base a_base(uint32_t tile, int lane) {
     return Base{tile + static_cast<uint32_t>(Tile::chunk_offset(rows_first_place(lane)))};
@@ -111,6 +112,13 @@ struct Mma16 {
     a.reg[2] = Conversion<Element>::pack(high[0], high[1]);
     a.reg[3] = Conversion<Element>::pack(high[2], high[3]);
   }
+  // Of such a fragment: row g + 8 * half, column `k` (0 .. kK - 1), if it is this lane's (k % 8 / 2 == t).
+  static FKL_DEVICE float element_of_accumulators(const FragmentA& a, int half, int k) {
+    const uint32_t low = half == 0 ? a.reg[0] : a.reg[1];
+    const uint32_t high = half == 0 ? a.reg[2] : a.reg[3];
+    const uint32_t pair = k < 8 ? low : high;
+    return to_float(Element{static_cast<uint16_t>(k % 2 == 0 ? pair : pair >> 16)});
+  }
 
  private:
   static FKL_DEVICE void split(FragmentB (&b)[2], const uint32_t (&r)[4]) {
@@ -137,6 +145,7 @@ struct Tf32Operand<false> {
   struct Registers {
     uint32_t big[kCount];
     FKL_DEVICE void set(int i, float x) { big[i] = convert_tf32(x); }
+    FKL_DEVICE float get(int i) const { return __uint_as_float(big[i]); }
   };
 };
 template <>
@@ -150,6 +159,9 @@ struct Tf32Operand<true> {
       const float rounded = __uint_as_float(big[i]);
       // Equality also catches inf, where the difference would be NaN.
       small[i] = rounded == x ? 0u : convert_tf32(x - rounded);
+    }
+    FKL_DEVICE float get(int i) const {
+      return __uint_as_float(big[i]) + __uint_as_float(small[i]);
     }
   };
 };
@@ -176,6 +188,11 @@ struct Mma<float, kFullPrecision> {
   struct TransBase {
     uint32_t even, odd;
   };
+  // The same place in a tile `bytes` further (a multiple of kSharedAlignment).
+  static FKL_DEVICE Base moved(Base base, uint32_t bytes) { return Base{base.address + bytes}; }
+  static FKL_DEVICE TransBase moved(TransBase base, uint32_t bytes) {
+    return TransBase{base.even + bytes, base.odd + bytes};
+  }
   template <class Tile>
   static FKL_DEVICE Base a_base(uint32_t tile, int lane) {
     return Base{tile + static_cast<uint32_t>(Tile::chunk_offset(rows_first_place(lane)))};
@@ -250,6 +267,9 @@ struct Mma<float, kFullPrecision> {
     a.set(1, acc[k_step][2]);
     a.set(2, acc[k_step][1]);
     a.set(3, acc[k_step][3]);
+  }
+  static FKL_DEVICE float element_of_accumulators(const FragmentA& a, int half, int k) {
+    return k % 2 == 0 ? a.get(half) : a.get(2 + half);
   }
 };
 

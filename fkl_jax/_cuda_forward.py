@@ -1,0 +1,267 @@
+"""Which forward kernels a call gets on compute capability 8.0 and newer.
+
+Few query rows go to the decoding kernel, which splits the keys over blocks if there
+are too few of them; everything else to the tiled kernel.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from fkl_jax._cuda_launch import Kernel, Launch
+from fkl_jax._tuning import Plan, TuneKey
+
+MAX_HEAD_DIM = 256
+_MAX_SPLITS = 128  # kMaxSplits of device/attention/params.cuh
+_STATE_BYTES = 1024  # kMaxStateBytes of device/kernels/forward_sm80.cuh
+_WALK_BYTES = 64  # kMaxWalkBytes
+_COMBINE_WARPS = 4  # kCombineWarps of device/kernels/combine_splits.cuh
+# Of query rows times heads that share keys; above, tiles of the other kernel are full.
+_MAX_DECODE_ROWS = 64
+# A part of the keys is at least this long: merging costs about as much as reading 64.
+_MIN_SPLIT_KEYS = 256
+# Shared memory of a multiprocessor that a block leaves to the system.
+_RESERVED_BYTES = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardTile:
+    """Tile of `device/kernels/forward_sm80.cuh`.
+
+    Attributes:
+        q: query rows, 16 or 32 per warp.
+        kv: keys.
+        warps: of a block.
+        stages: tiles of keys and values in shared memory.
+        query_in_registers: else Q is read from shared memory for every key tile.
+    """
+
+    q: int
+    kv: int
+    warps: int
+    stages: int
+    query_in_registers: bool = False
+
+    def shared_bytes(self, head_dim: int, value_head_dim: int, itemsize: int) -> int:
+        query = self.q * head_dim * itemsize
+        keys = self.stages * self.kv * (head_dim + value_head_dim) * itemsize
+        state = -(-4 * self.warps // 16) * 16 + _STATE_BYTES + _WALK_BYTES * self.warps
+        return query + keys + state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeTile:
+    """Tile of `device/kernels/decode_sm80.cuh`.
+
+    Attributes:
+        q: query rows times heads of a block, a multiple of 16.
+        kv: keys of all warps together, 16 or 32 each.
+        warps: of a block.
+        stages: slices of keys and values in flight, and the one at work.
+        query_in_registers: as above.
+    """
+
+    q: int
+    kv: int
+    warps: int
+    stages: int
+    query_in_registers: bool = False
+
+    def shared_bytes(self, head_dim: int, value_head_dim: int, itemsize: int) -> int:
+        keys = self.stages * self.kv * (head_dim + value_head_dim) * itemsize
+        load = self.q * head_dim * itemsize + keys
+        merge = 4 * self.warps * self.q * (value_head_dim + 8 + 2)
+        return max(load, merge)
+
+
+_Tile = TypeVar("_Tile", ForwardTile, DecodeTile)
+_Shape = tuple[int, int, int, int, bool]
+
+
+def _forward(*tiles: _Shape) -> tuple[ForwardTile, ...]:
+    return tuple(
+        ForwardTile(q=q, kv=kv, warps=w, stages=s, query_in_registers=r)
+        for q, kv, w, s, r in tiles
+    )
+
+
+def _decode(*tiles: _Shape) -> tuple[DecodeTile, ...]:
+    return tuple(
+        DecodeTile(q=q, kv=kv, warps=w, stages=s, query_in_registers=r)
+        for q, kv, w, s, r in tiles
+    )
+
+
+# By bytes of an element and the wider of the two head dims: the first that fits shared
+# memory is taken. Each list ends with what fits any GPU. All are free of spills.
+_FORWARD_TILES: dict[int, tuple[tuple[int, tuple[ForwardTile, ...]], ...]] = {
+    2: (
+        (64, _forward((128, 64, 4, 2, True))),
+        (96, _forward((128, 64, 4, 2, False))),
+        (128, _forward((128, 32, 4, 2, False))),
+        (192, _forward((128, 64, 8, 2, False), (64, 32, 4, 2, False))),
+        (256, _forward((128, 32, 8, 2, False), (64, 32, 4, 1, False))),
+    ),
+    4: (
+        (64, _forward((128, 32, 8, 2, False))),
+        (128, _forward((128, 32, 8, 2, False), (64, 32, 4, 1, False))),
+        (256, _forward((64, 32, 4, 2, False), (64, 16, 4, 1, False))),
+    ),
+}
+# With a score program or a bias: 16 rows per warp leave registers for them.
+_MODIFIED_TILES: dict[int, tuple[tuple[int, tuple[ForwardTile, ...]], ...]] = {
+    2: (
+        (64, _forward((128, 64, 8, 2, False))),
+        (128, _forward((128, 64, 8, 2, False), (128, 32, 8, 2, False))),
+        *_FORWARD_TILES[2][3:],
+    ),
+    4: _FORWARD_TILES[4],
+}
+_DECODE_TILES: dict[int, tuple[tuple[int, tuple[DecodeTile, ...]], ...]] = {
+    2: (
+        (64, _decode((16, 128, 4, 3, True))),
+        (128, _decode((16, 64, 4, 3, True))),
+        (256, _decode((16, 64, 4, 3, False), (16, 32, 2, 2, False))),
+    ),
+    4: (
+        (64, _decode((16, 64, 4, 3, False))),
+        (128, _decode((16, 64, 4, 3, False), (16, 32, 2, 2, False))),
+        (256, _decode((16, 32, 2, 3, False), (16, 16, 1, 2, False))),
+    ),
+}
+
+
+def choose(key: TuneKey) -> Plan:
+    """The kernels for a call.
+
+    Raises:
+        NotImplementedError: the reason why the kernels cannot take it.
+    """
+    if max(key.head_dim, key.value_head_dim) > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"head dims {key.head_dim} and {key.value_head_dim} (padded) are above "
+            f"{MAX_HEAD_DIM}"
+        )
+    packed = key.group if key.merged_query else 1
+    if key.q_seq_len * packed <= _MAX_DECODE_ROWS:
+        return decode_plan(key, _first_that_fits(key, decode_tiles(key)))
+    return forward_plan(key, _first_that_fits(key, forward_tiles(key)))
+
+
+def forward_plan(key: TuneKey, tile: ForwardTile) -> Plan:
+    """The plan of the tiled kernel."""
+    kernel = Kernel(
+        name="forward",
+        threads=32 * tile.warps,
+        shared_bytes=_shared_bytes(key, tile),
+        rows="q",
+        tile=tile.q,
+        heads="q",
+    )
+    return Plan(
+        headers=("kernels/forward_sm80.cuh",),
+        config=_config(tile, num_splits=1),
+        functions=("forward_sm80",),
+        launch=Launch(kernels=(kernel,)),
+    )
+
+
+def decode_plan(key: TuneKey, tile: DecodeTile, num_splits: int | None = None) -> Plan:
+    """The plan of the decoding kernel; `num_splits` None: enough to fill the GPU."""
+    if num_splits is None:
+        num_splits = _num_splits(key, tile)
+    kernel = Kernel(
+        name="decode",
+        threads=32 * tile.warps,
+        shared_bytes=_shared_bytes(key, tile),
+        rows="packed_q" if key.merged_query else "q",
+        tile=tile.q,
+        heads="kv" if key.merged_query else "q",
+        per_split=True,
+    )
+    combine = Kernel(
+        name="combine",
+        threads=32 * _COMBINE_WARPS,
+        shared_bytes=4 * _COMBINE_WARPS * _MAX_SPLITS,
+        rows="q",
+        tile=_COMBINE_WARPS,
+        heads="q",
+    )
+    is_split = num_splits > 1
+    combine_header = ("kernels/combine_splits.cuh",) if is_split else ()
+    return Plan(
+        headers=("kernels/decode_sm80.cuh", *combine_header),
+        config=_config(tile, num_splits),
+        functions=("decode_sm80", "combine_splits") if is_split else ("decode_sm80",),
+        launch=Launch(
+            kernels=(kernel, combine) if is_split else (kernel,), num_splits=num_splits
+        ),
+    )
+
+
+def forward_tiles(key: TuneKey) -> Iterator[ForwardTile]:
+    """Tiles of the tiled kernel for a key, the best first."""
+    is_modified = key.has_score_program or key.has_bias
+    tables = _MODIFIED_TILES if is_modified else _FORWARD_TILES
+    wider = max(key.head_dim, key.value_head_dim)
+    for largest, tiles in tables[_itemsize(key)]:
+        if wider <= largest:
+            yield from tiles
+
+
+def decode_tiles(key: TuneKey) -> Iterator[DecodeTile]:
+    """Tiles of the decoding kernel for a key, the best first."""
+    wider = max(key.head_dim, key.value_head_dim)
+    for largest, tiles in _DECODE_TILES[_itemsize(key)]:
+        if wider <= largest:
+            yield from tiles
+
+
+def _num_splits(key: TuneKey, tile: DecodeTile) -> int:
+    """The fewest parts of the keys with which the last round of blocks is nearly full."""
+    packed = key.group if key.merged_query else 1
+    heads = key.num_heads // packed
+    blocks = max(heads, 1) * -(-key.q_seq_len * packed // tile.q)
+    block_bytes = _shared_bytes(key, tile) + _RESERVED_BYTES
+    # A multiprocessor has little more than one block may use.
+    per_processor = max((key.max_shared_bytes + _RESERVED_BYTES) // block_bytes, 1)
+    slots = key.num_multiprocessors * min(per_processor, 4)
+    most = min(_MAX_SPLITS, max(key.kv_seq_len // _MIN_SPLIT_KEYS, 1))
+
+    def busy(splits: int) -> float:
+        rounds = -(-blocks * splits // slots)
+        return blocks * splits / (rounds * slots)
+
+    best = max(busy(s) for s in range(1, most + 1))
+    return next(s for s in range(1, most + 1) if busy(s) >= 0.9 * best)
+
+
+def _config(
+    tile: ForwardTile | DecodeTile, num_splits: int
+) -> tuple[tuple[str, int | bool], ...]:
+    return (
+        ("kQTile", tile.q),
+        ("kKvTile", tile.kv),
+        ("kNumWarps", tile.warps),
+        ("kNumStages", tile.stages),
+        ("kQueryInRegisters", tile.query_in_registers),
+        ("kIsSplit", num_splits > 1),
+    )
+
+
+def _itemsize(key: TuneKey) -> int:
+    return 4 if key.dtype == "float32" else 2
+
+
+def _shared_bytes(key: TuneKey, tile: ForwardTile | DecodeTile) -> int:
+    return tile.shared_bytes(key.head_dim, key.value_head_dim, _itemsize(key))
+
+
+def _first_that_fits(key: TuneKey, tiles: Iterable[_Tile]) -> _Tile:
+    for tile in tiles:
+        if _shared_bytes(key, tile) <= key.max_shared_bytes:
+            return tile
+    raise NotImplementedError(
+        f"head dims {key.head_dim} and {key.value_head_dim} (padded) of {key.dtype} need "
+        f"more than the {key.max_shared_bytes} bytes of shared memory of this GPU"
+    )

@@ -1,0 +1,132 @@
+// From q . k to the score that the softmax sees, for one (outer element, query head): scale, bias, score program, masks.
+//
+// Without bias and program the scale is left to the softmax, which folds it into its exponent: a live tile then costs
+// nothing here.
+#ifndef FKL_DEVICE_ATTENTION_FORWARD_SCORES_CUH_
+#define FKL_DEVICE_ATTENTION_FORWARD_SCORES_CUH_
+
+#include "attention/mods.cuh"
+#include "attention/outer.cuh"
+#include "attention/params.cuh"
+#include "attention/score_mask.cuh"
+#include "core/math.cuh"
+#include "core/ptx.cuh"
+#include "tile/layout.cuh"
+
+namespace fkl {
+
+FKL_DEVICE float load_bias(const float* pointer) { return __ldg(pointer); }
+FKL_DEVICE float load_bias(const BFloat16* pointer) {
+  return to_float(BFloat16{__ldg(&pointer->bits)});
+}
+FKL_DEVICE float load_bias(const Float16* pointer) {
+  return to_float(Float16{__ldg(&pointer->bits)});
+}
+
+template <class Config, class ScoreMod, class MaskMod>
+struct ForwardScores {
+  using Mask = ScoreMask<Config, MaskMod>;
+  using BiasElement = typename Config::BiasElement;
+  static constexpr bool kIsPlain = ScoreMod::kIsIdentity && !Config::kHasBias;
+
+  Mask mask;
+  float to_log2;  // factor of the softmax, positive
+
+  // `head` stands for all heads of a group if rows are packed (Config::kMergedQuery).
+  FKL_DEVICE void bind(const CommonParams& params, const OuterIndex& outer, int head) {
+    mask.bind(params, outer, head);
+    const float scale = __ldg(at_outer<const float>(params.scale, outer));
+    if constexpr (kIsPlain) {
+      // The maximum is taken before scaling, so the sign, and a scale of 0, go into the scores first.
+      factor_ = scale > 0.0f ? 1.0f : scale < 0.0f ? -1.0f : scale;
+      to_log2 = (scale == 0.0f ? 1.0f : fabsf(scale)) * kLog2e;
+    } else {
+      factor_ = scale;
+      to_log2 = kLog2e;
+    }
+    if constexpr (Config::kHasBias) {
+      bias_ = at_outer<const BiasElement>(params.bias, outer, head);
+      bias_row_stride_ = params.bias.row_stride;
+      bias_column_stride_ = params.bias_column_stride;
+    }
+    if constexpr (!ScoreMod::kIsIdentity) {
+      q_offset_ = int_or(params.q_offset, outer, 0);
+      kv_offset_ = int_or(params.kv_offset, outer, 0);
+      mod_ = ScoreMod::bind(params, outer);
+      mod_head_ = mod_.bind_head(global_batch(params, outer), global_head(params, outer, head));
+    }
+  }
+
+  // Query rows of a tile may lie beyond q_end: their scores are never used, but memory is only read inside.
+  FKL_DEVICE int clip_row(int q) const { return min_int(q, mask.q_end() - 1); }
+
+  // The scores of kMTiles * 16 rows of a warp and 8 * kTiles keys. `row_of(m, half)`: the lane's query rows, clipped;
+  // `kv_first`: the lane's first key. Rows are bound again for every tile: four rows' worth of registers are dearer.
+  template <bool kIsMixed, int kMTiles, int kTiles, class RowOf>
+  FKL_DEVICE void apply(float (&acc_s)[kMTiles][kTiles][4], RowOf row_of, int kv_first) const {
+    if constexpr (kIsPlain) {
+      if (factor_ != 1.0f) {
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc_s[m][tile][i] *= factor_;
+          }
+        }
+      }
+    }
+    if constexpr (kIsPlain && !kIsMixed) {
+      return;
+    } else {
+      modify<kIsMixed>(acc_s, row_of, kv_first);
+    }
+  }
+
+ private:
+  template <bool kIsMixed, int kMTiles, int kTiles, class RowOf>
+  FKL_DEVICE void modify(float (&acc_s)[kMTiles][kTiles][4], RowOf row_of, int kv_first) const {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int q = row_of(m, half);
+        typename Mask::Row mask_row;
+        if constexpr (kIsMixed) mask_row = mask.bind_row(q);
+        typename ScoreMod::Row mod_row;
+        if constexpr (!ScoreMod::kIsIdentity)
+          mod_row = mod_.bind_row(mod_head_, wrapping_add(q, q_offset_));
+        const BiasElement* bias = nullptr;
+        if constexpr (Config::kHasBias) bias = bias_ + q * bias_row_stride_;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int kv = kv_first + 8 * tile + i;
+            float& score = acc_s[m][tile][2 * half + i];
+            // Selected: the score of a dead element may be NaN, and its bias may lie outside the array.
+            if (kIsMixed && !mask.live(mask_row, q, kv)) {
+              score = -infinity();
+            } else if constexpr (!kIsPlain) {
+              score *= factor_;
+              if constexpr (Config::kHasBias) score += load_bias(bias + kv * bias_column_stride_);
+              if constexpr (!ScoreMod::kIsIdentity)
+                score = mod_.score(mod_head_, mod_row, score, wrapping_add(kv, kv_offset_));
+            }
+          }
+        }
+      }
+    }
+  }
+
+  float factor_;
+  const BiasElement* bias_;
+  long long bias_row_stride_, bias_column_stride_;
+  int q_offset_, kv_offset_;
+  ScoreMod mod_;
+  typename ScoreMod::Head mod_head_;
+};
+
+}  // namespace fkl
+
+#endif  // FKL_DEVICE_ATTENTION_FORWARD_SCORES_CUH_
