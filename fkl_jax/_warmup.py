@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
+from ._cuda_launch import Glue
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
@@ -138,6 +140,24 @@ def run(
     return len(todo), failures
 
 
+def glues_of(jaxpr: Any) -> Iterator[Glue]:
+    """What the calls in a jaxpr are lowered to for CUDA."""
+    from . import _codegen, _primitives
+
+    for eqn in jaxpr.eqns:
+        avals = [x.aval for x in eqn.invars]
+        if eqn.primitive is _primitives.fwd_p:
+            yield _codegen.forward_glue(eqn.params["spec"], avals)
+        elif eqn.primitive is _primitives.bwd_p:
+            spec, results = eqn.params["spec"], eqn.params["results"]
+            yield _codegen.backward_glue(spec, avals, results)
+        for inner in eqn.params.values():
+            while hasattr(inner, "jaxpr"):
+                inner = inner.jaxpr
+            if hasattr(inner, "eqns"):
+                yield from glues_of(inner)
+
+
 def compile_job(job: Job) -> str:
     """In a worker: compile into the cache; return an error text, or an empty one."""
     from . import _ext
@@ -175,24 +195,7 @@ def _glues(shape: Shape) -> list[str]:
         array(shape.kv_seq_len, shape.num_kv_heads),
         array(shape.kv_seq_len, shape.num_kv_heads),
     )
-    return list(_glues_of(traced.jaxpr))
-
-
-def _glues_of(jaxpr: Any) -> Iterator[str]:
-    from . import _codegen, _primitives
-
-    for eqn in jaxpr.eqns:
-        avals = [x.aval for x in eqn.invars]
-        if eqn.primitive is _primitives.fwd_p:
-            yield _codegen.forward_glue(eqn.params["spec"], avals).text
-        elif eqn.primitive is _primitives.bwd_p:
-            spec, results = eqn.params["spec"], eqn.params["results"]
-            yield _codegen.backward_glue(spec, avals, results).text
-        for inner in eqn.params.values():
-            while hasattr(inner, "jaxpr"):
-                inner = inner.jaxpr
-            if hasattr(inner, "eqns"):
-                yield from _glues_of(inner)
+    return [glue.text for glue in glues_of(traced.jaxpr)]
 
 
 @contextlib.contextmanager
