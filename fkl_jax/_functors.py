@@ -143,6 +143,7 @@ class _Functor:
             _Gradient(f"g{k}", load, value, self._load_stage(self.nodes[load]))
             for k, (load, value) in enumerate(program.load_grads)
             if f"capture.{self.nodes[load].data[0]}" in results
+            and 0 not in self.nodes[load].data[1]  # no element, nothing to add
         ]
         self.reciprocals = {
             node.args[1]

@@ -1,22 +1,25 @@
 """The functors that `_codegen.py` prints, run on the CPU, against JAX's own evaluation
 of the same function; and the text itself."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import catalogue
+import cuda_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import on_cpu
 import pytest
+from cases import Case
 from jax.extend import core as jex_core
 
 import fkl_jax
 from fkl_jax import _codegen, _functors
 from fkl_jax._compose import split_mods, trace_masks, trace_scores
 from fkl_jax._mask_mods import as_mask_mod
-from fkl_jax._program import BOOL, F32, I32
+from fkl_jax._program import BOOL, F32, I32, Node, Program
 
 SIZES = catalogue.Sizes(batch=2, num_q_heads=4, q_seq_len=11, kv_seq_len=41)
 SHAPE = (SIZES.batch, SIZES.num_q_heads, SIZES.q_seq_len, SIZES.kv_seq_len)
@@ -335,3 +338,78 @@ def test_no_function_per_score_where_one_per_head_is_enough():
 )
 def test_literals_are_the_exact_values(kind, value, text):
     assert _functors._literal(kind, value) == text
+
+
+def _load_program(*shape: int) -> Program:
+    index = Node("input", I32, (), "kv")
+    load = Node("load", F32, (0,) * len(shape), (0, shape, "float32"))
+    nodes = (index, load, Node("input", F32, (), "ct"))
+    return Program("score", nodes, 1, dscore=2, load_grads=((1, 2),))
+
+
+def test_offsets_are_64_bit_where_an_array_needs_it():
+    small = "\n".join(_functors.functor("ScoreMod", _load_program(9, 9), ALL_CAPTURES))
+    large = "\n".join(
+        _functors.functor("ScoreMod", _load_program(70000, 70000), ALL_CAPTURES)
+    )
+    assert "long long" not in small and "PendingGrad<int> g0" in small
+    assert "static_cast<long long>(fkl::clamp_index(kv_idx, 70000)) * 70000" in large
+    assert "PendingGrad<long long> g0" in large
+
+
+def test_an_array_without_elements_is_never_read():
+    text = "\n".join(_functors.functor("ScoreMod", _load_program(0), ALL_CAPTURES))
+    assert "read_element" not in text and "add_later" not in text
+
+
+def _changed(call: cuda_calls.Call, **avals: jax.ShapeDtypeStruct) -> cuda_calls.Call:
+    named = dict(zip(call.spec.operands, call.avals, strict=False))
+    kept = call.avals[len(named) :]
+    changed = tuple({**named, **avals}.values())
+    return dataclasses.replace(call, avals=(*changed, *kept))
+
+
+def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("direction", [0, 1])
+def test_what_the_kernels_cannot_take_is_refused_with_a_reason(direction):
+    plain = cuda_calls.calls(Case())[direction]
+    query = _array(2, 13, 4, 300)
+    with pytest.raises(NotImplementedError, match="head_dim is 300.* 1 to 256"):
+        _changed(plain, query=query, key=_array(2, 13, 2, 300)).glue()
+    with jax.enable_x64(True):
+        query = _array(2, 13, 4, 16, dtype=jnp.float64)
+    with pytest.raises(NotImplementedError, match="query has dtype float64"):
+        _changed(plain, query=query).glue()
+    many = dataclasses.replace(plain.spec, capture_ndims=(0,) * 13)
+    with pytest.raises(NotImplementedError, match="read 13 arrays.* at most 12"):
+        dataclasses.replace(plain, spec=many).glue()
+    unsupported = trace_scores(
+        [fkl_jax.ScoreMod(lambda s, b, h, q, kv: s + jax.lax.erf_inv(s))], jnp.float32
+    )[0]
+    spec = dataclasses.replace(plain.spec, score=unsupported)
+    with pytest.raises(NotImplementedError, match="score_mod cannot be .* `erf_inv`"):
+        dataclasses.replace(plain, spec=spec).glue()
+
+
+def test_config_says_which_operands_a_call_has():
+    case = Case(dtype="bfloat16", head_dim=36, bias="BNTS", sinks=True, lengths="k")
+    text = cuda_calls.calls(case)[1].glue().text
+    for line in (
+        "using Element = fkl::BFloat16;",
+        "using BiasElement = float;",
+        "bool kAligned = FKL_ALIGNED;",
+        "int kHeadDim = 48;",
+        "int kValueHeadDim = 16;",
+        "bool kHasBias = true;",
+        "bool kHasKvLengths = true;",
+        "bool kHasQLengths = false;",
+        "bool kHasSinks = true;",
+        "bool kHasDbias = true;",
+        "bool kMergedQuery = false;",  # a bias of its own for each head
+        "using ScoreMod = fkl::NoScoreMod;",
+        "using MaskMod = fkl::NoMaskMod;",
+    ):
+        assert line in text, line
