@@ -230,6 +230,6 @@ def _first_that_fits(key: TuneKey, tiles: Iterable[_Tile]) -> _Tile:
         ):
             return tile
     raise NotImplementedError(
-        f"head dims {key.head_dim} and {key.value_head_dim} (padded) of {key.dtype} need "
-        f"more than the {key.max_shared_bytes} bytes of shared memory of this GPU"
+        f"head dims {key.head_dim} and {key.value_head_dim} (padded) of {key.dtype} "
+        f"need more than the {key.max_shared_bytes} bytes of shared memory of this GPU"
     )

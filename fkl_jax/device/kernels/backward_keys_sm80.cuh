@@ -118,6 +118,7 @@ struct BackwardKeys {
   static FKL_DEVICE void load_queries(const BackwardParams& params, const QueryHead& head,
                                       uint32_t shared, int stage, int tile, int thread) {
     const int first = tile * kQTile;
+    thread = opaque(thread);
     const TileCopy<QueryTile, Config::kAligned, kThreads> query(
         head.query, params.common.query.row_stride, params.common.head_dim, thread);
     const TileCopy<DoutTile, Config::kAligned, kThreads> dout(
@@ -337,18 +338,20 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
   constexpr int kPairsS = Kernel::kPairsS, kPairsK = Kernel::kPairsK, kPairsV = Kernel::kPairsV;
 
   alignas(kSharedAlignment) extern __shared__ unsigned char backward_shared[];
-  const uint32_t shared_base = shared_address(backward_shared);
+  const uint32_t shared = shared_address(backward_shared);
   const CommonParams& common = params.common;
-  const int thread = static_cast<int>(threadIdx.x), warp = warp_index(), lane = lane_index();
+  const int thread = static_cast<int>(threadIdx.x), warp = warp_index();
   const int key_row = warp % Shape::kKeyWarps * 16;  // of the warp's 16 keys in the tile
   const int split = warp / Shape::kKeyWarps;
 
-  constexpr int kBytesPerRow = Config::kHeadDim * static_cast<int>(sizeof(Element) + 4) +
-                               Config::kValueHeadDim * static_cast<int>(sizeof(Element));
-  const KeyBlock block = KeyBlock::of(common, blockIdx.x, ceil_div(common.kv_seq_len, kKvTile), kBytesPerRow);
-  const OuterIndex outer = outer_index(common, block.outer);
-  const int kv_first = block.tile * kKvTile;
-  const int num_q_tiles = ceil_div(common.q_seq_len, kQTile);
+  // Found anew for every head and at the end: the registers are needed in between.
+  const auto this_block = [&] {
+    constexpr int kBytesPerRow = Config::kHeadDim * static_cast<int>(sizeof(Element) + 4) +
+                                 Config::kValueHeadDim * static_cast<int>(sizeof(Element));
+    return KeyBlock::of(common, opaque(blockIdx.x), ceil_div(common.kv_seq_len, kKvTile),
+                        kBytesPerRow);
+  };
+  const int kv_first = this_block().tile * kKvTile;
   const int group = common.num_q_heads / common.num_kv_heads;
   const bool needs_dquery =
       !Config::kDeterministic && (params.dquery.data != nullptr || Config::kHasDscale);
@@ -360,12 +363,14 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
   unsigned poisoned = 0;
   int stage = 0;
 
-  for (int q_head = block.kv_head * group; q_head < (block.kv_head + 1) * group; ++q_head) {
-    uint32_t shared = shared_base;
+  for (int member = 0; member < group; ++member) {
+    const KeyBlock block = this_block();
+    const OuterIndex outer = outer_index(common, block.outer);
+    const int q_head = block.kv_head * group + member;
     Head head;
     head.bind(params, outer, q_head);
     TileWalk<typename Head::Mask, kQTile, kKvTile, false> walk(
-        head.mask, kv_first, kv_first + kKvTile - 1, 0, num_q_tiles);
+        head.mask, kv_first, kv_first + kKvTile - 1, 0, ceil_div(common.q_seq_len, kQTile));
     int next_tile = 0, next_state = kTileDead;
     bool has_next = walk.next(head.mask, &next_tile, &next_state);
     if (!has_next) continue;
@@ -388,7 +393,7 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
       if constexpr (!Head::Mask::kIsTrivial) {
         cp_async_wait<0>();
         __syncthreads();
-        poisoned = Kernel::clear_poisoned_keys(shared, key_row, lane, &is_poisoned_tile);
+        poisoned = Kernel::clear_poisoned_keys(shared, key_row, thread % kWarpSize, &is_poisoned_tile);
       }
     } else {
       Kernel::load_queries(params, rows, shared, stage, next_tile, thread);
@@ -396,7 +401,6 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
 
     while (has_next) {
       const int q_first = next_tile * kQTile;
-      shared = opaque(shared_base);
       const bool is_mixed = next_state == kTileMixed || is_poisoned_tile;
       has_next = walk.next(head.mask, &next_tile, &next_state);
       Kernel::wait_for_queries(shared, stage, thread);
@@ -405,6 +409,7 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
 
       const uint32_t query = shared + Shape::kQuery + stage * QueryTile::kBytes;
       const uint32_t dout = shared + Shape::kDout + stage * DoutTile::kBytes;
+      const int lane = opaque(thread) % kWarpSize;
       const int split_q = split * (kQTile / Kernel::kSplit);
       const int lane_q = split_q + 2 * (lane % 4);
       const uint32_t lse_log2 =
@@ -472,6 +477,9 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
     head.flush_head();
   }
 
+  const int lane = thread % kWarpSize;
+  const KeyBlock block = this_block();
+  const OuterIndex outer = outer_index(common, block.outer);
   if (params.dkey.data != nullptr) {
     const float scale = *at_outer<const float>(common.scale, outer);
     store_accumulators<Config::kAligned, Config::kHeadDim / 16, kPairsK>(

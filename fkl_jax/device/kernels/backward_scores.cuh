@@ -222,7 +222,9 @@ struct BackwardHead {
 
 // The same value, but the compiler does not know: keeps addresses that are cheap to make from occupying registers
 // throughout a loop.
-FKL_DEVICE uint32_t opaque(uint32_t value) {
+template <class T>
+FKL_DEVICE T opaque(T value) {
+  static_assert(sizeof(T) == 4, "one register");
   asm volatile("" : "+r"(value));
   return value;
 }
