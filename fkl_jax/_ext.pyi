@@ -34,6 +34,17 @@ def cuda_params(
     results: _Arrays,
     launch: list[int],
 ) -> dict[str, Any]: ...
+def cuda_launch(
+    is_backward: bool,
+    num_batch_dims: int,
+    block_q: int,
+    block_kv: int,
+    operands: _Arrays,
+    results: _Arrays,
+    launch: list[int],
+    glue: str,
+    kernels: str,
+) -> None: ...
 def cuda_params_microseconds(
     is_backward: bool,
     num_batch_dims: int,

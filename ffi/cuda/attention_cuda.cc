@@ -4,11 +4,10 @@
 #include <iterator>
 #include <span>
 #include <string_view>
-#include <vector>
 
 #include "cuda/cuda_launch.h"
 #include "cuda/driver.h"
-#include "cuda/loaded_kernels.h"
+#include "cuda/launch_call.h"
 #include "ffi_decode.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -18,37 +17,10 @@ namespace {
 namespace ffi = xla::ffi;
 using cuda::Direction;
 
-// The attributes that say what to launch.
-struct LaunchAttributes {
-  explicit LaunchAttributes(const ffi::Dictionary& attributes)
-      : glue(Attribute<std::string_view>(attributes, "cuda_glue")),
-        names(Attribute<std::string_view>(attributes, "cuda_kernels")),
-        origin(Attribute<std::string_view>(attributes, "spec")) {
-    const auto numbers = Attribute<ffi::Span<const int32_t>>(attributes, "cuda_launch");
-    record = cuda::DecodeLaunch({numbers.begin(), numbers.size()});
-    for (const cuda::KernelRecord& kernel : record.kernels) shared_bytes.push_back(kernel.shared_bytes);
-  }
-
-  const cuda::LoadedKernels& Kernels(bool aligned, int device) const {
-    return cuda::GetKernels({.glue = glue,
-                             .names = names,
-                             .origin = origin,
-                             .shared_bytes = shared_bytes,
-                             .aligned = aligned,
-                             .device = device});
-  }
-
-  std::string_view glue, names, origin;
-  cuda::LaunchRecord record;
-  std::vector<int> shared_bytes;
-};
-
-void Zero(const cuda::Driver& driver, const std::vector<cuda::Memory>& parts, cuda::Stream stream) {
-  for (const cuda::Memory& part : parts) {
-    if (part.bytes == 0) continue;
-    driver.Check(driver.cuMemsetD8Async(reinterpret_cast<cuda::DevicePtr>(part.data), 0, part.bytes, stream),
-                 "cuMemsetD8Async");
-  }
+cuda::CallCode CodeOf(const ffi::Dictionary& attributes) {
+  const auto launch = Attribute<ffi::Span<const int32_t>>(attributes, "cuda_launch");
+  return {Attribute<std::string_view>(attributes, "cuda_glue"), Attribute<std::string_view>(attributes, "cuda_kernels"),
+          Attribute<std::string_view>(attributes, "spec"), std::span(launch.begin(), launch.size())};
 }
 
 // PreparedCall::is_aligned without preparing anything: `initialize` runs before every execution, usually in vain.
@@ -75,38 +47,21 @@ bool HasAlignedRows(const ffi::RemainingArgs& args, const ffi::RemainingRets& re
 
 ffi::Error Initialize(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   return Guarded([&] {
-    const LaunchAttributes launch(attributes);
     // A runtime may call without buffers; then the usual class is taken, and `execute` loads the other if it must.
     const bool aligned = args.size() == 0 || HasAlignedRows(args, rets, attributes);
     const cuda::ScopedContext context(device);
-    launch.Kernels(aligned, device);
+    CodeOf(attributes).Load(aligned, device);
   });
 }
 
 template <Direction kDirection>
-ffi::Error Execute(void* stream_handle, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
+ffi::Error Execute(void* stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Dictionary attributes) {
   return Guarded([&] {
-    const LaunchAttributes launch(attributes);
+    const cuda::CallCode code = CodeOf(attributes);
     const AttentionCall call = DecodeCall(args, rets, attributes);
-    cuda::PreparedCall prepared(kDirection, call, launch.record);
-    const cuda::Driver& driver = cuda::GetDriver();
-    const cuda::ScopedContext context(device);
-    auto* stream = static_cast<cuda::Stream>(stream_handle);
-    Zero(driver, prepared.zeroed_once(), stream);
-    if (!prepared.has_kernels()) return;
-    const cuda::LoadedKernels& kernels = launch.Kernels(prepared.is_aligned(), device);
-    for (int64_t round = 0; round < prepared.num_rounds(); ++round) {
-      prepared.SetRound(round);
-      Zero(driver, prepared.zeroed(), stream);
-      for (size_t k = 0; k < kernels.functions.size(); ++k) {
-        const cuda::Grid& grid = prepared.grids()[k];
-        void* arguments[] = {prepared.params()};
-        driver.Check(driver.cuLaunchKernel(kernels.functions[k], grid.blocks, 1, 1, grid.threads, 1, 1,
-                                           grid.shared_bytes, stream, arguments, nullptr),
-                     "cuLaunchKernel");
-      }
-    }
+    cuda::PreparedCall prepared(kDirection, call, code.record());
+    cuda::LaunchCall(code, &prepared, device, static_cast<cuda::Stream>(stream));
   });
 }
 

@@ -17,6 +17,7 @@
 #include "cuda/compile.h"
 #include "cuda/cuda_launch.h"
 #include "cuda/driver.h"
+#include "cuda/launch_call.h"
 #include "cuda/loaded_kernels.h"
 #include "cuda/settings.h"
 #include "cuda/sha256.h"
@@ -256,6 +257,17 @@ nb::dict ParamsForPython(bool is_backward, int64_t num_batch_dims, int64_t block
   return shown;
 }
 
+// Launches without XLA, on the first device and its default stream: the addresses must be the device's.
+void LaunchForPython(bool is_backward, int64_t num_batch_dims, int64_t block_q, int64_t block_kv,
+                     const PythonArrays& operands, const PythonArrays& results, const std::vector<int32_t>& launch,
+                     const std::string& glue, const std::string& kernels) {
+  const nb::gil_scoped_release released;
+  const AttentionCall call(num_batch_dims, {.q = block_q, .kv = block_kv}, ArraysOf(operands), ArraysOf(results));
+  const CallCode code(glue, kernels, "", launch);
+  PreparedCall prepared(is_backward ? Direction::kBackward : Direction::kForward, call, code.record());
+  LaunchCall(code, &prepared, 0, nullptr);
+}
+
 // What decoding and filling cost, less what XLA's own buffers cost: microseconds per call.
 double ParamsMicroseconds(bool is_backward, int64_t num_batch_dims, int64_t block_q, int64_t block_kv,
                           const PythonArrays& operands, const PythonArrays& results, const std::vector<int32_t>& launch,
@@ -318,6 +330,9 @@ void Bind(nb::module_& m) {
   m.def("cuda_params", &ParamsForPython, nb::arg("is_backward"), nb::arg("num_batch_dims"), nb::arg("block_q"),
         nb::arg("block_kv"), nb::arg("operands"), nb::arg("results"), nb::arg("launch"),
         "What would be launched for arrays given as role: (address, dtype, shape).");
+  m.def("cuda_launch", &LaunchForPython, nb::arg("is_backward"), nb::arg("num_batch_dims"), nb::arg("block_q"),
+        nb::arg("block_kv"), nb::arg("operands"), nb::arg("results"), nb::arg("launch"), nb::arg("glue"),
+        nb::arg("kernels"), "Launch such a call on the first device, without JAX.");
   m.def("cuda_params_microseconds", &ParamsMicroseconds, nb::arg("is_backward"), nb::arg("num_batch_dims"),
         nb::arg("block_q"), nb::arg("block_kv"), nb::arg("operands"), nb::arg("results"), nb::arg("launch"),
         nb::arg("repeats"), "Time that filling the parameters of such a call takes.");
