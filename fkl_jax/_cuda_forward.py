@@ -218,7 +218,7 @@ def decode_tiles(key: TuneKey) -> Iterator[DecodeTile]:
 
 
 def _num_splits(key: TuneKey, tile: DecodeTile) -> int:
-    """The fewest parts of the keys with which the last round of blocks is nearly full."""
+    """The fewest parts of the keys that nearly fill the last round of blocks."""
     packed = key.group if key.merged_query else 1
     heads = key.num_heads // packed
     blocks = max(heads, 1) * -(-key.q_seq_len * packed // tile.q)
@@ -262,6 +262,6 @@ def _first_that_fits(key: TuneKey, tiles: Iterable[_Tile]) -> _Tile:
         if _shared_bytes(key, tile) <= key.max_shared_bytes:
             return tile
     raise NotImplementedError(
-        f"head dims {key.head_dim} and {key.value_head_dim} (padded) of {key.dtype} need "
-        f"more than the {key.max_shared_bytes} bytes of shared memory of this GPU"
+        f"head dims {key.head_dim} and {key.value_head_dim} (padded) of {key.dtype} "
+        f"need more than the {key.max_shared_bytes} bytes of shared memory of this GPU"
     )

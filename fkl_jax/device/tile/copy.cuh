@@ -68,9 +68,11 @@ class TileCopy {
  private:
   static constexpr int kNoRow = 1 << 30;
   static constexpr int kElementBytes = static_cast<int>(sizeof(Element));
-  static constexpr int kRowThreads = min_int(Tile::kChunks, kThreads);  // that share a row
-  static constexpr int kParts = Tile::kChunks / kRowThreads;            // chunks of a thread in a row
-  static_assert(Tile::kChunks % kRowThreads == 0, "a row longer than all threads is whole rounds of them");
+  // Threads that share a row. If it has more chunks than there are threads, a thread has several, a power of two apart.
+  static constexpr int kRowThreads = Tile::kChunks <= kThreads
+                                         ? Tile::kChunks
+                                         : min_int(Tile::kChunks & -Tile::kChunks, floor_power_of_two(kThreads));
+  static constexpr int kParts = Tile::kChunks / kRowThreads;
   static constexpr int kRowStep = floor_power_of_two(min_int(kThreads / kRowThreads, Tile::kRows));
   static constexpr int kSteps = ceil_div(Tile::kRows, kRowStep);
 
