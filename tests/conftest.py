@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-BACKENDS = ("xla", "ffi")
+# What a test is run with: the device, and `implementation`. "cuda" needs `-m gpu`.
+BACKENDS = {"xla": "xla", "ffi": "ffi", "cuda": "ffi"}
 
 _compiled: list[str] = []
 _traced: list[str] = []
@@ -57,13 +60,54 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "long: a long sweep; run with -m long")
-    config.addinivalue_line("filterwarnings", "error")
-    if not config.option.markexpr:
-        config.option.markexpr = "not long"
+    wanted = config.option.markexpr
+    config.option.markexpr = " and ".join(
+        [f"({wanted})"] * bool(wanted)
+        + ["not long"] * ("long" not in wanted)
+        + ["not gpu"] * ("gpu" not in wanted)
+    )
 
 
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         backends = metafunc.config.getoption("--backends").split(",")
-        metafunc.parametrize("backend", backends)
+        metafunc.parametrize(
+            "backend",
+            [
+                pytest.param(
+                    BACKENDS[name],
+                    id=name,
+                    marks=[pytest.mark.gpu] if name == "cuda" else [],
+                )
+                for name in backends
+            ],
+        )
+
+
+@functools.cache
+def _gpus() -> list[jax.Device] | str:
+    try:
+        return jax.devices("cuda")
+    except RuntimeError as e:
+        return str(e)
+
+
+@pytest.fixture(autouse=True)
+def _device(request):
+    """Tests marked `gpu` run on the GPU, the others on the CPU even if there is one.
+
+    Without a GPU the former are skipped, or fail if FKL_JAX_REQUIRE_GPU=1 says that
+    there should be one.
+    """
+    if request.node.get_closest_marker("gpu") is None:
+        device = jax.devices("cpu")[0]
+    elif isinstance(_gpus(), str):
+        text = f"no CUDA device: {_gpus()}"
+        if os.environ.get("FKL_JAX_REQUIRE_GPU") == "1":
+            pytest.fail(text)
+        pytest.skip(text)
+    else:
+        device = _gpus()[0]
+    # The oracle is exact: on a GPU, float32 products are TF32 unless asked otherwise.
+    with jax.default_device(device), jax.default_matmul_precision("highest"):
+        yield
