@@ -1,4 +1,5 @@
-// From q . k to the score that the softmax sees, for one (outer element, query head): scale, bias, score program, masks.
+// From q . k to the score that the softmax sees, for one (outer element, query head): scale, bias, score program,
+// masks.
 //
 // Without bias and program the scale is left to the softmax, which folds it into its exponent: a live tile then costs
 // nothing here.
@@ -16,12 +17,8 @@
 namespace fkl {
 
 FKL_DEVICE float load_bias(const float* pointer) { return __ldg(pointer); }
-FKL_DEVICE float load_bias(const BFloat16* pointer) {
-  return to_float(BFloat16{__ldg(&pointer->bits)});
-}
-FKL_DEVICE float load_bias(const Float16* pointer) {
-  return to_float(Float16{__ldg(&pointer->bits)});
-}
+FKL_DEVICE float load_bias(const BFloat16* pointer) { return to_float(BFloat16{__ldg(&pointer->bits)}); }
+FKL_DEVICE float load_bias(const Float16* pointer) { return to_float(Float16{__ldg(&pointer->bits)}); }
 
 template <class Config, class ScoreMod, class MaskMod>
 struct ForwardScores {
@@ -94,8 +91,7 @@ struct ForwardScores {
         typename Mask::Row mask_row;
         if constexpr (kIsMixed) mask_row = mask.bind_row(q);
         typename ScoreMod::Row mod_row;
-        if constexpr (!ScoreMod::kIsIdentity)
-          mod_row = mod_.bind_row(mod_head_, wrapping_add(q, q_offset_));
+        if constexpr (!ScoreMod::kIsIdentity) mod_row = mod_.bind_row(mod_head_, wrapping_add(q, q_offset_));
         const BiasElement* bias = nullptr;
         if constexpr (Config::kHasBias) bias = bias_ + q * bias_row_stride_;
 #pragma unroll

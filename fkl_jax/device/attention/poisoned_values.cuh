@@ -42,12 +42,12 @@ struct PoisonedValues {
     return cleared;
   }
 
-  // acc_o += P[:, key] * value for the warp's rows whose P is not 0; `key` in the tile, the same in all lanes. P is taken as
-  // the fragments that the matrix product uses: the accumulators' registers are free by then.
+  // acc_o += P[:, key] * value for the warp's rows whose P is not 0; `key` in the tile, the same in all lanes. P is
+  // taken as the fragments that the matrix product uses: the accumulators' registers are free by then.
   template <class MmaType, int kMTiles, int kSteps, int kOutTiles>
   static FKL_DEVICE void add(float (&acc_o)[kMTiles][kOutTiles][4],
-                             const typename MmaType::FragmentA (&probs)[kMTiles][kSteps], int key,
-                             const Element* value, int num_columns, int lane) {
+                             const typename MmaType::FragmentA (&probs)[kMTiles][kSteps], int key, const Element* value,
+                             int num_columns, int lane) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -56,8 +56,7 @@ struct PoisonedValues {
 #pragma unroll
         for (int k_step = 0; k_step < kSteps; ++k_step) {
           // Read first, selected then: a read under the condition becomes an indexed one, from local memory.
-          const float x =
-              MmaType::element_of_accumulators(probs[m][k_step], half, key % MmaType::kK);
+          const float x = MmaType::element_of_accumulators(probs[m][k_step], half, key % MmaType::kK);
           p = key / MmaType::kK == k_step ? x : p;
         }
         // From the lane of the quad that has this column.
@@ -70,8 +69,7 @@ struct PoisonedValues {
           for (int i = 0; i < 2; ++i) {
             if (8 * tile + i < num_lane_columns)
               acc_o[m][tile][2 * half + i] =
-                  fmaf(p, to_float(value[8 * tile + accumulator_column(lane, i)]),
-                       acc_o[m][tile][2 * half + i]);
+                  fmaf(p, to_float(value[8 * tile + accumulator_column(lane, i)]), acc_o[m][tile][2 * half + i]);
           }
         }
       }
@@ -91,8 +89,7 @@ struct PoisonedValues {
         found |= (chunk.word[i] & 0x7f800000u) == 0x7f800000u;
       } else {
         constexpr uint32_t kExponent = IsSame<Element, BFloat16>::kValue ? 0x7f80u : 0x7c00u;
-        found |= (chunk.word[i] & kExponent) == kExponent ||
-                 (chunk.word[i] & kExponent << 16) == kExponent << 16;
+        found |= (chunk.word[i] & kExponent) == kExponent || (chunk.word[i] & kExponent << 16) == kExponent << 16;
       }
     }
     return found;

@@ -32,11 +32,11 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores become P; `to_log2` > 0 takes scores to log2 units; dead ones are -inf. A NaN is no maximum (fmaxf drops it),
-  // but makes P and with it the row's sum NaN.
+  // Scores become P; `to_log2` > 0 takes scores to log2 units; dead ones are -inf. A NaN is no maximum (fmaxf drops
+  // it), but makes P and with it the row's sum NaN.
   template <int kScoreTiles, int kOutTiles>
-  FKL_DEVICE void update(float (&acc_s)[kMTiles][kScoreTiles][4],
-                         float (&acc_o)[kMTiles][kOutTiles][4], float to_log2) {
+  FKL_DEVICE void update(float (&acc_s)[kMTiles][kScoreTiles][4], float (&acc_o)[kMTiles][kOutTiles][4],
+                         float to_log2) {
     float tile_max[kMTiles][2];
     bool grows = false;
 #pragma unroll
@@ -85,8 +85,7 @@ struct OnlineSoftmax {
 
  private:
   template <int kOutTiles>
-  FKL_DEVICE void rescale(const float (&tile_max)[kMTiles][2],
-                          float (&acc_o)[kMTiles][kOutTiles][4], float to_log2) {
+  FKL_DEVICE void rescale(const float (&tile_max)[kMTiles][2], float (&acc_o)[kMTiles][kOutTiles][4], float to_log2) {
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -108,8 +107,8 @@ struct OnlineSoftmax {
 
 // What a row ends with. The sink takes part in the denominator only.
 struct RowResult {
-  float factor;  // of the accumulated values
-  float lse;     // natural logarithm, -inf on an empty row
+  float factor;   // of the accumulated values
+  float lse;      // natural logarithm, -inf on an empty row
   bool is_empty;  // out is 0, whatever was accumulated
 
   // `sink`: natural logarithm of its weight, -inf if there is none. A row whose sum is NaN is not empty: it is NaN.
@@ -121,16 +120,13 @@ struct RowResult {
       const float sink_log2 = sink * kLog2e;
       // Not fmaxf: a NaN sink must show.
       const float total_max = row_max_log2 > sink_log2 ? row_max_log2 : sink_log2;
-      if (!result.is_empty && row_max_log2 != -infinity())
-        weight = exp2_approx(row_max_log2 - total_max);
+      if (!result.is_empty && row_max_log2 != -infinity()) weight = exp2_approx(row_max_log2 - total_max);
       row_sum = weight * row_sum + exp2_approx(sink_log2 - total_max);
       row_max_log2 = total_max;
     }
     result.factor = weight / row_sum;
     const float sum_log2 = log2_approx(row_sum);
-    result.lse = row_sum == 0.0f     ? -infinity()
-                 : row_sum != row_sum ? row_sum
-                                      : (row_max_log2 + sum_log2) * kLn2;
+    result.lse = row_sum == 0.0f ? -infinity() : row_sum != row_sum ? row_sum : (row_max_log2 + sum_log2) * kLn2;
     return result;
   }
 };

@@ -16,9 +16,7 @@ FKL_DEVICE uint32_t shared_address(const void* pointer) {
 // Masked, so that the compiler sees that they are not negative and divides by shifts.
 FKL_DEVICE int lane_index() { return static_cast<int>(threadIdx.x & (kWarpSize - 1u)); }
 // The shuffle tells the compiler that the value is the same in the whole warp (uniform registers and branches).
-FKL_DEVICE int warp_index() {
-  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / kWarpSize), 0) & 31;
-}
+FKL_DEVICE int warp_index() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / kWarpSize), 0) & 31; }
 
 // Read anew at each call, so that what follows from it is computed anew as well and not kept in registers.
 FKL_DEVICE int block_index() {
@@ -43,13 +41,11 @@ FKL_DEVICE void cp_async_16(uint32_t destination, const void* source, bool is_va
                : "memory");
 }
 FKL_DEVICE void cp_async_8(uint32_t destination, const void* source, bool is_valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source),
-               "r"(is_valid ? 8 : 0)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(is_valid ? 8 : 0)
                : "memory");
 }
 FKL_DEVICE void cp_async_4(uint32_t destination, const void* source, bool is_valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source),
-               "r"(is_valid ? 4 : 0)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(is_valid ? 4 : 0)
                : "memory");
 }
 FKL_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -92,10 +88,7 @@ FKL_DEVICE uint32_t load_shared_u32(uint32_t address) {
 }
 FKL_DEVICE Chunk8 load_shared_8(uint32_t address) {
   Chunk8 value;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-               : "=r"(value.word[0]), "=r"(value.word[1])
-               : "r"(address)
-               : "memory");
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value.word[0]), "=r"(value.word[1]) : "r"(address) : "memory");
   return value;
 }
 FKL_DEVICE Chunk16 load_shared_16(uint32_t address) {
@@ -106,25 +99,20 @@ FKL_DEVICE Chunk16 load_shared_16(uint32_t address) {
                : "memory");
   return value;
 }
-FKL_DEVICE float load_shared_f32(uint32_t address) {
-  return __uint_as_float(load_shared_u32(address));
-}
+FKL_DEVICE float load_shared_f32(uint32_t address) { return __uint_as_float(load_shared_u32(address)); }
 FKL_DEVICE void store_shared_u16(uint32_t address, uint16_t value) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 FKL_DEVICE void store_shared_u32(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
-FKL_DEVICE void store_shared_f32(uint32_t address, float value) {
-  store_shared_u32(address, __float_as_uint(value));
-}
+FKL_DEVICE void store_shared_f32(uint32_t address, float value) { store_shared_u32(address, __float_as_uint(value)); }
 FKL_DEVICE void store_shared_8(uint32_t address, uint32_t word0, uint32_t word1) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(word0), "r"(word1)
-               : "memory");
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(word0), "r"(word1) : "memory");
 }
 FKL_DEVICE void store_shared_16(uint32_t address, const Chunk16& value) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.word[0]),
-               "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.word[0]), "r"(value.word[1]),
+               "r"(value.word[2]), "r"(value.word[3])
                : "memory");
 }
 
@@ -149,8 +137,8 @@ FKL_DEVICE Chunk16 load_global_16(const void* pointer) {
   return value;
 }
 FKL_DEVICE void store_global_16(void* pointer, const Chunk16& value) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(value.word[0]),
-               "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(value.word[0]), "r"(value.word[1]),
+               "r"(value.word[2]), "r"(value.word[3])
                : "memory");
 }
 FKL_DEVICE void store_global_u32(void* pointer, uint32_t value) {
@@ -166,12 +154,11 @@ FKL_DEVICE void reduce_add_global(float* pointer, float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // Two and four neighbours at once; the pointer is 8- or 16-byte aligned.
 FKL_DEVICE void reduce_add_global_2(float* pointer, float x, float y) {
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pointer), "f"(x), "f"(y)
-               : "memory");
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(pointer), "f"(x), "f"(y) : "memory");
 }
 FKL_DEVICE void reduce_add_global_4(float* pointer, float x, float y, float z, float w) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x),
-               "f"(y), "f"(z), "f"(w)
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(x), "f"(y), "f"(z),
+               "f"(w)
                : "memory");
 }
 #else
@@ -194,7 +181,8 @@ FKL_DEVICE void reduce_add_release(int* pointer, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
-// ---- Matrix products: acc += a * b; row and column maps of the operands in tile/layout.cuh ----------------------------
+// ---- Matrix products: acc += a * b; row and column maps of the operands in tile/layout.cuh
+// ----------------------------
 
 FKL_DEVICE void mma_m16n8k16_bf16(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -260,12 +248,8 @@ FKL_DEVICE void named_barrier_arrive(int barrier, int num_threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 
-FKL_DEVICE float shuffle_xor(float value, int mask) {
-  return __shfl_xor_sync(0xffffffffu, value, mask);
-}
-FKL_DEVICE int shuffle_xor(int value, int mask) {
-  return __shfl_xor_sync(0xffffffffu, value, mask);
-}
+FKL_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+FKL_DEVICE int shuffle_xor(int value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
 }  // namespace fkl
 

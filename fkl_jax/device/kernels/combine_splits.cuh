@@ -49,8 +49,7 @@ FKL_DEVICE void combine_splits(const ForwardParams& params) {
   for (int split = lane; split < num_splits; split += kWarpSize) {
     const float lse = weights[split];
     // Splits without a live key have weight 0, also if all are such; a NaN stays one.
-    const float weight = lse == row_max ? (lse == -infinity() ? 0.0f : 1.0f)
-                                        : exp2_approx((lse - row_max) * kLog2e);
+    const float weight = lse == row_max ? (lse == -infinity() ? 0.0f : 1.0f) : exp2_approx((lse - row_max) * kLog2e);
     weights[split] = weight;
     row_sum += weight;
   }
@@ -61,8 +60,7 @@ FKL_DEVICE void combine_splits(const ForwardParams& params) {
   float sink = -infinity();
   if constexpr (Config::kHasSinks) {
     // Rows beyond the query length are empty, sink or not.
-    const int q_end = Config::kHasQLengths ? int_or(common.q_seq_lengths, outer, common.q_seq_len)
-                                           : common.q_seq_len;
+    const int q_end = Config::kHasQLengths ? int_or(common.q_seq_lengths, outer, common.q_seq_len) : common.q_seq_len;
     if (q < q_end) sink = __ldg(at_outer<const float>(common.sinks, outer) + head);
   }
   const RowResult result = RowResult::of(row_max * kLog2e, row_sum, sink);
@@ -74,8 +72,7 @@ FKL_DEVICE void combine_splits(const ForwardParams& params) {
 #pragma unroll 4
     for (int split = 0; split < num_splits; ++split) {
       const float weight = weights[split];
-      const float* partial =
-          params.partial_out + (split * num_rows + row) * common.value_head_dim + column;
+      const float* partial = params.partial_out + (split * num_rows + row) * common.value_head_dim + column;
       x = fmaf(weight, partial[0], x);
       y = fmaf(weight, has_second ? partial[1] : 0.0f, y);
     }

@@ -1,9 +1,10 @@
 // Forward pass for few query rows (decoding): bound by reading K and V once, so everything serves bytes in flight.
 //
 // A block owns up to kQTile rows and, with kIsSplit, one part of the keys. If nothing but the query depends on the head
-// (kMergedQuery) the rows are those of all query heads of a kv head, row = q * group + head in group, so K and V are read
-// once for the group. A key tile is kNumWarps slices, one per warp; a warp copies its own slice of the next kNumStages - 1
-// live tiles ahead and waits for no other warp until the end, where the warps' partial softmaxes are merged in shared memory.
+// (kMergedQuery) the rows are those of all query heads of a kv head, row = q * group + head in group, so K and V are
+// read once for the group. A key tile is kNumWarps slices, one per warp; a warp copies its own slice of the next
+// kNumStages - 1 live tiles ahead and waits for no other warp until the end, where the warps' partial softmaxes are
+// merged in shared memory.
 //
 // Shared memory: Q; per warp kNumStages slices of K and V; at the end the same memory holds the warps' partial results.
 #ifndef FKL_DEVICE_KERNELS_DECODE_SM80_CUH_
@@ -49,16 +50,13 @@ struct DecodeRows {
   int head;       // the first of them
 
   FKL_DEVICE int q(int row) const { return Config::kMergedQuery ? (first + row) / num_heads : first + row; }
-  FKL_DEVICE int head_of(int row) const {
-    return Config::kMergedQuery ? head + (first + row) % num_heads : head;
-  }
+  FKL_DEVICE int head_of(int row) const { return Config::kMergedQuery ? head + (first + row) % num_heads : head; }
 };
 
 // Rows of Q are at no regular distance, and there are few: one chunk at a time, through registers.
 template <class Config, class QueryTile>
-FKL_DEVICE void load_query_rows(const TensorParam& param, const OuterIndex& outer,
-                                const DecodeRows<Config>& rows, int q_end, int head_dim, uint32_t tile,
-                                int thread, int num_threads) {
+FKL_DEVICE void load_query_rows(const TensorParam& param, const OuterIndex& outer, const DecodeRows<Config>& rows,
+                                int q_end, int head_dim, uint32_t tile, int thread, int num_threads) {
   using Element = typename Config::Element;
   constexpr int kElements = QueryTile::kChunkElements;
   for (int index = thread; index < QueryTile::kRows * QueryTile::kChunks; index += num_threads) {
@@ -66,8 +64,8 @@ FKL_DEVICE void load_query_rows(const TensorParam& param, const OuterIndex& oute
     Chunk16 value{{0, 0, 0, 0}};
     const int column = chunk * kElements;
     if (rows.first + row < rows.end && rows.q(row) < q_end && column < head_dim) {
-      const Element* source = at_outer<const Element>(param, outer, rows.head_of(row)) +
-                              rows.q(row) * param.row_stride + column;
+      const Element* source =
+          at_outer<const Element>(param, outer, rows.head_of(row)) + rows.q(row) * param.row_stride + column;
       if constexpr (Config::kAligned) {
         value = load_global_16(source);
       } else {
@@ -132,17 +130,16 @@ FKL_DEVICE void decode_sm80(const ForwardParams& params) {
   const int num_tiles = ceil_div(kv_end, kKvTile);
   const int tiles_per_split = ceil_div(num_tiles, num_splits);
   const int last_row = min_int(kQTile, rows.end - rows.first) - 1;
-  TileWalk<Mask, kQTile, kKvTile, true> walk(
-      scores.mask, rows.q(0), min_int(rows.q(last_row), q_end - 1), split * tiles_per_split,
-      min_int((split + 1) * tiles_per_split, num_tiles));
+  TileWalk<Mask, kQTile, kKvTile, true> walk(scores.mask, rows.q(0), min_int(rows.q(last_row), q_end - 1),
+                                             split * tiles_per_split,
+                                             min_int((split + 1) * tiles_per_split, num_tiles));
 
   const Element* value = at_outer<const Element>(common.value, outer, kv_head);
-  const TileCopy<KeyTile, Config::kAligned, kWarpSize> key_copy(
-      at_outer<const Element>(common.key, outer, kv_head), common.key.row_stride, common.head_dim, lane);
-  const TileCopy<ValueTile, Config::kAligned, kWarpSize> value_copy(
-      value, common.value.row_stride, common.value_head_dim, lane);
-  const uint32_t slices = shared + QueryTile::kBytes +
-                          static_cast<uint32_t>(warp * kNumStages * Shape::kStageBytes);
+  const TileCopy<KeyTile, Config::kAligned, kWarpSize> key_copy(at_outer<const Element>(common.key, outer, kv_head),
+                                                                common.key.row_stride, common.head_dim, lane);
+  const TileCopy<ValueTile, Config::kAligned, kWarpSize> value_copy(value, common.value.row_stride,
+                                                                    common.value_head_dim, lane);
+  const uint32_t slices = shared + QueryTile::kBytes + static_cast<uint32_t>(warp * kNumStages * Shape::kStageBytes);
   const auto copy_slice = [&](int tile, int stage) {
     const uint32_t slice = slices + static_cast<uint32_t>(stage * Shape::kStageBytes);
     const int first = tile * kKvTile + warp * kSlice;
@@ -171,9 +168,7 @@ FKL_DEVICE void decode_sm80(const ForwardParams& params) {
   query.load();
   const auto key_base = MmaType::template b_base<KeyTile>(slices, lane);
   const auto value_base = MmaType::template b_trans_base<ValueTile>(slices + KeyTile::kBytes, lane);
-  const auto row_of = [&](int m, int half) {
-    return scores.clip_row(rows.q(16 * m + 8 * half + lane / 4));
-  };
+  const auto row_of = [&](int m, int half) { return scores.clip_row(rows.q(16 * m + 8 * half + lane / 4)); };
 
   int stage = 0;
   while (tiles[0] >= 0) {
@@ -211,8 +206,7 @@ FKL_DEVICE void decode_sm80(const ForwardParams& params) {
         __syncwarp();
         for (; cleared != 0; cleared &= cleared - 1) {
           const int key = __ffs(static_cast<int>(cleared)) - 1;
-          Poisoned::template add<MmaType>(acc_o, probs, key,
-                                          value + (kv_first + key) * common.value.row_stride,
+          Poisoned::template add<MmaType>(acc_o, probs, key, value + (kv_first + key) * common.value.row_stride,
                                           common.value_head_dim, lane);
         }
       }
@@ -243,8 +237,7 @@ FKL_DEVICE void decode_sm80(const ForwardParams& params) {
 #pragma unroll
       for (int tile = 0; tile < Config::kValueHeadDim / 8; ++tile) {
         store_shared_8(partial(warp, row, 8 * tile + accumulator_column(lane, 0)),
-                       __float_as_uint(acc_o[m][tile][2 * half]),
-                       __float_as_uint(acc_o[m][tile][2 * half + 1]));
+                       __float_as_uint(acc_o[m][tile][2 * half]), __float_as_uint(acc_o[m][tile][2 * half + 1]));
       }
     }
   }
@@ -256,8 +249,7 @@ FKL_DEVICE void decode_sm80(const ForwardParams& params) {
     const int q = rows.q(row), head = rows.head_of(row);
     float row_max = -infinity(), row_sum = 0.0f, weight[Shape::kNumWarps];
 #pragma unroll
-    for (int w = 0; w < Shape::kNumWarps; ++w)
-      row_max = fmaxf(row_max, load_shared_f32(statistics(w, row)));
+    for (int w = 0; w < Shape::kNumWarps; ++w) row_max = fmaxf(row_max, load_shared_f32(statistics(w, row)));
 #pragma unroll
     for (int w = 0; w < Shape::kNumWarps; ++w) {
       const float warp_max = load_shared_f32(statistics(w, row));

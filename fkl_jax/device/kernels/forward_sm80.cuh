@@ -1,13 +1,13 @@
 // Forward pass on compute capability 8.0 and newer: mma.sync, ldmatrix, cp.async.
 //
-// A block owns kQTile query rows of one head and goes through the key tiles that are not dead. Each of its kNumWarps warps
-// has kQTile / kNumWarps rows (16 or 32) with all keys of the tile, so the softmax needs no other warp:
+// A block owns kQTile query rows of one head and goes through the key tiles that are not dead. Each of its kNumWarps
+// warps has kQTile / kNumWarps rows (16 or 32) with all keys of the tile, so the softmax needs no other warp:
 //
 //   S = Q K^T in registers -> scale, bias, score program, masks -> P = exp2(S - row_max) -> O += P V
 //
-// Shared memory: Q, then kNumStages tiles of K and of V. With two stages the next tile is copied during the whole work on
-// this one. With one stage V is copied during Q K^T, and the next K during the softmax and P V.
-// Two warps per scheduler (two blocks of 4 warps or one of 8) make up for one warp's chain of products and exponentials.
+// Shared memory: Q, then kNumStages tiles of K and of V. With two stages the next tile is copied during the whole work
+// on this one. With one stage V is copied during Q K^T, and the next K during the softmax and P V. Two warps per
+// scheduler (two blocks of 4 warps or one of 8) make up for one warp's chain of products and exponentials.
 #ifndef FKL_DEVICE_KERNELS_FORWARD_SM80_CUH_
 #define FKL_DEVICE_KERNELS_FORWARD_SM80_CUH_
 
@@ -42,7 +42,8 @@ struct ForwardShape {
   static constexpr int kKey = QueryTile::kBytes;
   static constexpr int kValue = kKey + kNumStages * KeyTile::kBytes;
   static constexpr int kCleared = kValue + kNumStages * ValueTile::kBytes;  // a word per warp
-  // What the loop needs now and then: the registers are for accumulators. Its size depends on mods, so there is a bound.
+  // What the loop needs now and then: the registers are for accumulators. Its size depends on mods, so there is a
+  // bound.
   static constexpr int kState = kCleared + round_up(4 * kNumWarps, 16);
   static constexpr int kMaxStateBytes = 1024, kMaxWalkBytes = 64;
   static constexpr int kWalk = kState + kMaxStateBytes;
@@ -53,8 +54,8 @@ template <class Config>
 constexpr int forward_sm80_shared_bytes = ForwardShape<Config>::kSharedBytes;
 
 // Which rows a block works on. The last query tiles come first (under a causal mask they have the most keys, and short
-// blocks at the end balance), all heads of a section before the next tile, so that the keys and values of a section stay
-// in L2 while its query tiles go by.
+// blocks at the end balance), all heads of a section before the next tile, so that the keys and values of a section
+// stay in L2 while its query tiles go by.
 struct ForwardBlock {
   static constexpr long long kSectionBytes = 32ll << 20;
 
@@ -67,12 +68,10 @@ struct ForwardBlock {
     const int num_tiles = ceil_div(params.q_seq_len, q_tile);
     const int num_rows = static_cast<int>(gridDim.x) / num_tiles;  // heads of all outer elements
     const int group = params.num_q_heads / params.num_kv_heads;
-    const long long head_bytes = static_cast<long long>(params.kv_seq_len) *
-                                 (params.head_dim + params.value_head_dim) *
+    const long long head_bytes = static_cast<long long>(params.kv_seq_len) * (params.head_dim + params.value_head_dim) *
                                  static_cast<int>(sizeof(Element));
     const long long num_kv_heads = kSectionBytes / (head_bytes + 1) + 1;
-    const int section_rows = static_cast<int>(
-        num_kv_heads * group < num_rows ? num_kv_heads * group : num_rows);
+    const int section_rows = static_cast<int>(num_kv_heads * group < num_rows ? num_kv_heads * group : num_rows);
     const int block = block_index();
     const int section = block / (section_rows * num_tiles);
     const int first_row = section * section_rows;
@@ -105,11 +104,11 @@ struct QueryFragments;
 
 template <class MmaType, class QueryTile, int kMTiles>
 struct QueryFragments<MmaType, QueryTile, kMTiles, false> {
+  static constexpr bool kInRegisters = false;
   typename MmaType::Base base;
 
   FKL_DEVICE void bind(uint32_t query, int first_row, int lane) {
-    base = MmaType::template a_base<QueryTile>(
-        query + static_cast<uint32_t>(first_row * QueryTile::kRowBytes), lane);
+    base = MmaType::template a_base<QueryTile>(query + static_cast<uint32_t>(first_row * QueryTile::kRowBytes), lane);
   }
   FKL_DEVICE void load() {}
   FKL_DEVICE void get(typename MmaType::FragmentA (&a)[kMTiles], int k_step) const {
@@ -120,20 +119,19 @@ struct QueryFragments<MmaType, QueryTile, kMTiles, false> {
 
 template <class MmaType, class QueryTile, int kMTiles>
 struct QueryFragments<MmaType, QueryTile, kMTiles, true> {
+  static constexpr bool kInRegisters = true;
   static constexpr int kSteps = QueryTile::kColumns / MmaType::kK;
   typename MmaType::Base base;
   typename MmaType::FragmentA fragment[kSteps][kMTiles];
 
   FKL_DEVICE void bind(uint32_t query, int first_row, int lane) {
-    base = MmaType::template a_base<QueryTile>(
-        query + static_cast<uint32_t>(first_row * QueryTile::kRowBytes), lane);
+    base = MmaType::template a_base<QueryTile>(query + static_cast<uint32_t>(first_row * QueryTile::kRowBytes), lane);
   }
   FKL_DEVICE void load() {
 #pragma unroll
     for (int k_step = 0; k_step < kSteps; ++k_step) {
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m)
-        MmaType::template load_a<QueryTile>(fragment[k_step][m], base, 16 * m, k_step);
+      for (int m = 0; m < kMTiles; ++m) MmaType::template load_a<QueryTile>(fragment[k_step][m], base, 16 * m, k_step);
     }
   }
   FKL_DEVICE void get(typename MmaType::FragmentA (&a)[kMTiles], int k_step) const {
@@ -147,8 +145,10 @@ template <class MmaType, class QueryTile, class KeyTile, int kMTiles, int kTiles
 FKL_DEVICE void multiply_query_key(float (&acc)[kMTiles][kTiles][4], const Query& query,
                                    typename MmaType::Base key_base) {
   clear_accumulators(acc);
-#pragma unroll
-  for (int k_step = 0; k_step < QueryTile::kColumns / MmaType::kK; ++k_step) {
+  constexpr int kSteps = QueryTile::kColumns / MmaType::kK;
+  // At full accuracy the body is long: unrolled in part it compiles in half the time.
+#pragma unroll(MmaType::kLimitsLoads && !Query::kInRegisters ? 8 : kSteps)
+  for (int k_step = 0; k_step < kSteps; ++k_step) {
     typename MmaType::FragmentA a[kMTiles];
     query.get(a, k_step);
 #pragma unroll
@@ -171,8 +171,7 @@ FKL_DEVICE void probs_to_fragments(typename MmaType::FragmentA (&probs)[kMTiles]
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
-    for (int k_step = 0; k_step < kSteps; ++k_step)
-      MmaType::a_from_accumulators(probs[m][k_step], acc_s[m], k_step);
+    for (int k_step = 0; k_step < kSteps; ++k_step) MmaType::a_from_accumulators(probs[m][k_step], acc_s[m], k_step);
   }
 }
 
@@ -185,6 +184,7 @@ FKL_DEVICE void multiply_probs_value(float (&acc)[kMTiles][kTiles][4],
   for (int k_step = 0; k_step < kSteps; ++k_step) {
 #pragma unroll
     for (int pair = 0; pair < kTiles / 2; ++pair) {
+      if constexpr (MmaType::kLimitsLoads) __syncwarp();
       typename MmaType::FragmentB b[2];
       MmaType::template load_b_pair_trans<ValueTile>(b, value_base, 16 * pair, k_step);
 #pragma unroll
@@ -244,27 +244,24 @@ FKL_DEVICE void forward_sm80(const ForwardParams& params) {
   clear_accumulators(acc_o);
 
   // Rows beyond q_end are not asked about: they must not make tiles mixed.
-  Walk& walk_state =
-      *reinterpret_cast<Walk*>(forward_shared + Shape::kWalk + warp * Shape::kMaxWalkBytes);
+  Walk& walk_state = *reinterpret_cast<Walk*>(forward_shared + Shape::kWalk + warp * Shape::kMaxWalkBytes);
   int tile = 0, state = kTileDead;
-  Walk first_walk(scores.mask, q_first, min_int(q_first + kQTile, q_end) - 1, 0,
-                  ceil_div(common.kv_seq_len, kKvTile));
+  Walk first_walk(scores.mask, q_first, min_int(q_first + kQTile, q_end) - 1, 0, ceil_div(common.kv_seq_len, kKvTile));
   bool has_tile = first_walk.next(scores.mask, &tile, &state);
   walk_state = first_walk;
   if (has_tile) {
-    const TileCopy<QueryTile, Config::kAligned, kThreads> query_copy(
-        at_outer<const Element>(common.query, outer, head), common.query.row_stride,
-        common.head_dim, thread);
+    const TileCopy<QueryTile, Config::kAligned, kThreads> query_copy(at_outer<const Element>(common.query, outer, head),
+                                                                     common.query.row_stride, common.head_dim, thread);
     query_copy.copy(shared, q_first, q_end);
     // Made anew for every tile: a few instructions instead of eight registers.
     const auto copy_key = [&](int key_tile, uint32_t to_stage) {
-      const TileCopy<KeyTile, Config::kAligned, kThreads> copy(
-          block_state.key, common.key.row_stride, common.head_dim, hidden(thread));
+      const TileCopy<KeyTile, Config::kAligned, kThreads> copy(block_state.key, common.key.row_stride, common.head_dim,
+                                                               hidden(thread));
       copy.copy(shared + Shape::kKey + to_stage * KeyTile::kBytes, key_tile * kKvTile, kv_end);
     };
     const auto copy_value = [&](int key_tile, uint32_t to_stage) {
-      const TileCopy<ValueTile, Config::kAligned, kThreads> copy(
-          block_state.value, common.value.row_stride, common.value_head_dim, hidden(thread));
+      const TileCopy<ValueTile, Config::kAligned, kThreads> copy(block_state.value, common.value.row_stride,
+                                                                 common.value_head_dim, hidden(thread));
       copy.copy(shared + Shape::kValue + to_stage * ValueTile::kBytes, key_tile * kKvTile, kv_end);
     };
     copy_key(tile, 0);
@@ -302,8 +299,7 @@ FKL_DEVICE void forward_sm80(const ForwardParams& params) {
       }
 
       float acc_s[kMTiles][kKvTile / 8][4];
-      multiply_query_key<MmaType, QueryTile, KeyTile>(acc_s, query,
-                                                      MmaType::moved(key_base, stage * KeyTile::kBytes));
+      multiply_query_key<MmaType, QueryTile, KeyTile>(acc_s, query, MmaType::moved(key_base, stage * KeyTile::kBytes));
       const auto row_of = [&](int m, int half) {
         return scores.clip_row(q_first + warp_row + 16 * m + 8 * half + lane / 4);
       };
@@ -328,8 +324,7 @@ FKL_DEVICE void forward_sm80(const ForwardParams& params) {
         const uint32_t value_tile = shared + Shape::kValue + stage * ValueTile::kBytes;
         if (is_mixed && __syncthreads_or(Poisoned::find(value_tile, thread))) {
           const uint32_t cleared = Poisoned::clear(value_tile, warp, Shape::kNumWarps, lane);
-          if (lane == 0)
-            store_shared_u32(shared + Shape::kCleared + 4 * static_cast<uint32_t>(warp), cleared);
+          if (lane == 0) store_shared_u32(shared + Shape::kCleared + 4 * static_cast<uint32_t>(warp), cleared);
           __syncthreads();
           for (int w = 0; w < Shape::kNumWarps; ++w) {
             uint32_t rows = load_shared_u32(shared + Shape::kCleared + 4 * static_cast<uint32_t>(w));
@@ -342,8 +337,7 @@ FKL_DEVICE void forward_sm80(const ForwardParams& params) {
           }
         }
       }
-      multiply_probs_value<MmaType, ValueTile>(acc_o, probs,
-                                               MmaType::moved(value_base, stage * ValueTile::kBytes));
+      multiply_probs_value<MmaType, ValueTile>(acc_o, probs, MmaType::moved(value_base, stage * ValueTile::kBytes));
       if (kNumStages == 2) stage ^= 1;
     }
   }
@@ -372,8 +366,7 @@ FKL_DEVICE void forward_sm80(const ForwardParams& params) {
       for (int t = 0; t < Config::kValueHeadDim / 8; ++t) {
         const float x = row.is_empty ? 0.0f : acc_o[m][t][2 * half] * row.factor;
         const float y = row.is_empty ? 0.0f : acc_o[m][t][2 * half + 1] * row.factor;
-        store_pair<Config::kAligned>(out_row, 8 * t + accumulator_column(lane, 0),
-                                     common.value_head_dim, x, y);
+        store_pair<Config::kAligned>(out_row, 8 * t + accumulator_column(lane, 0), common.value_head_dim, x, y);
       }
       if (lane % 4 == 0) lse[q] = row.lse;
     }

@@ -2,7 +2,8 @@
 //
 // Legality class of an operand, a compile-time switch:
 //   kAligned   pointer, every stride and the row's real length are multiples of 16 bytes: one cp.async per chunk
-//   otherwise  the widest of 8 and 4 bytes that divides them (found once per tile copy object), or single elements through registers
+//   otherwise  the widest of 8 and 4 bytes that divides them (found once per tile copy object), or single elements
+//   through registers
 #ifndef FKL_DEVICE_TILE_COPY_CUH_
 #define FKL_DEVICE_TILE_COPY_CUH_
 
@@ -15,9 +16,9 @@ namespace fkl {
 // One matrix in global memory, read tile by tile by `kThreads` threads. Asynchronous: commit and wait are the caller's,
 // a barrier is needed before other threads read, whatever the class.
 //
-// Each thread has one chunk of every kRowStep-th row (some threads have none if the chunks do not divide them). The step is
-// a power of two, so that the swizzle of all its places differs by constants: a copy costs an addition of the source, a
-// comparison and the instruction itself, and no registers between tiles but the two starts.
+// Each thread has one chunk of every kRowStep-th row (some threads have none if the chunks do not divide them). The
+// step is a power of two, so that the swizzle of all its places differs by constants: a copy costs an addition of the
+// source, a comparison and the instruction itself, and no registers between tiles but the two starts.
 template <class Tile, bool kAligned, int kThreads>
 class TileCopy {
  public:
@@ -52,8 +53,7 @@ class TileCopy {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const int row = i * kRowStep;
-      if ((kRowStep * kRowThreads < kThreads || row + kRowStep > Tile::kRows) && row_ + row >= Tile::kRows)
-        break;
+      if ((kRowStep * kRowThreads < kThreads || row + kRowStep > Tile::kRows) && row_ + row >= Tile::kRows) break;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int column_bytes = part * kRowThreads * kChunkBytes;
@@ -69,16 +69,14 @@ class TileCopy {
   static constexpr int kNoRow = 1 << 30;
   static constexpr int kElementBytes = static_cast<int>(sizeof(Element));
   // Threads that share a row. If it has more chunks than there are threads, a thread has several, a power of two apart.
-  static constexpr int kRowThreads = Tile::kChunks <= kThreads
-                                         ? Tile::kChunks
-                                         : min_int(Tile::kChunks & -Tile::kChunks, floor_power_of_two(kThreads));
+  static constexpr int kRowThreads =
+      Tile::kChunks <= kThreads ? Tile::kChunks : min_int(Tile::kChunks & -Tile::kChunks, floor_power_of_two(kThreads));
   static constexpr int kParts = Tile::kChunks / kRowThreads;
   static constexpr int kRowStep = floor_power_of_two(min_int(kThreads / kRowThreads, Tile::kRows));
   static constexpr int kSteps = ceil_div(Tile::kRows, kRowStep);
 
   // `valid_bytes` of the chunk lie inside the row (zero, negative or more than a chunk: clipped).
-  FKL_DEVICE void copy_chunk(uint32_t destination, const char* source, bool is_valid_row,
-                             int valid_bytes) const {
+  FKL_DEVICE void copy_chunk(uint32_t destination, const char* source, bool is_valid_row, int valid_bytes) const {
     if constexpr (kAligned) {
       cp_async_16(destination, source, is_valid_row && (kParts == 1 || valid_bytes > 0));
     } else {
@@ -125,8 +123,7 @@ FKL_DEVICE void store_pair(Element* row, int column, int num_columns, float x, f
       if (column < num_columns) store_global_u32(row + column, packed);
     } else {
       if (column < num_columns) store_global_u16(row + column, static_cast<uint16_t>(packed));
-      if (column + 1 < num_columns)
-        store_global_u16(row + column + 1, static_cast<uint16_t>(packed >> 16));
+      if (column + 1 < num_columns) store_global_u16(row + column + 1, static_cast<uint16_t>(packed >> 16));
     }
   }
 }

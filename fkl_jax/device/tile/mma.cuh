@@ -1,10 +1,10 @@
 // Fragments and matrix products on shared tiles, one interface for bf16, fp16, tf32 and full-accuracy float32.
 //
 //   Mma<Element, kFullPrecision>::FragmentA / FragmentB    operands of one k step of kK
-//   load_a        A[m][k] from a tile stored [m][k]        load_b_pair        two n tiles of B from a tile stored [n][k]
-//   load_a_trans  A[m][k] from a tile stored [k][m]        load_b_pair_trans  two n tiles of B from a tile stored [k][n]
-//   load_a_paired A[m][k] from [m][k] for use with a trans B (the same as load_a but for float, tile/layout.cuh)
-//   a_from_accumulators                                    P or dS as A, for use with a trans B
+//   load_a        A[m][k] from a tile stored [m][k]        load_b_pair        two n tiles of B from a tile stored
+//   [n][k] load_a_trans  A[m][k] from a tile stored [k][m]        load_b_pair_trans  two n tiles of B from a tile
+//   stored [k][n] load_a_paired A[m][k] from [m][k] for use with a trans B (the same as load_a but for float,
+//   tile/layout.cuh) a_from_accumulators                                    P or dS as A, for use with a trans B
 // The paired k order belongs to both operands: {load_a, load_b_pair} or {load_a_paired, load_a_trans,
 // a_from_accumulators} x {load_b_pair_trans}.
 //
@@ -31,6 +31,7 @@ struct Mma;
 template <class Element>
 struct Mma16 {
   static constexpr int kK = 16;
+  static constexpr bool kLimitsLoads = false;
   static constexpr int kChunksPerStep = 2;  // of k, in a tile whose rows run along k
   struct FragmentA {
     uint32_t reg[4];
@@ -102,11 +103,10 @@ struct Mma16 {
   }
   // k step `k_step` of the accumulators of one m tile: n tiles 2 k_step and 2 k_step + 1.
   template <int kTilesN>
-  static FKL_DEVICE void a_from_accumulators(FragmentA& a, const float (&acc)[kTilesN][4],
-                                             int k_step) {
+  static FKL_DEVICE void a_from_accumulators(FragmentA& a, const float (&acc)[kTilesN][4], int k_step) {
     static_assert(kTilesN % 2 == 0, "a k step of 16 is two accumulator tiles");
-    const float(&low)[4] = acc[2 * k_step];
-    const float(&high)[4] = acc[2 * k_step + 1];
+    const float (&low)[4] = acc[2 * k_step];
+    const float (&high)[4] = acc[2 * k_step + 1];
     a.reg[0] = Conversion<Element>::pack(low[0], low[1]);
     a.reg[1] = Conversion<Element>::pack(low[2], low[3]);
     a.reg[2] = Conversion<Element>::pack(high[0], high[1]);
@@ -160,15 +160,15 @@ struct Tf32Operand<true> {
       // Equality also catches inf, where the difference would be NaN.
       small[i] = rounded == x ? 0u : convert_tf32(x - rounded);
     }
-    FKL_DEVICE float get(int i) const {
-      return __uint_as_float(big[i]) + __uint_as_float(small[i]);
-    }
+    FKL_DEVICE float get(int i) const { return __uint_as_float(big[i]) + __uint_as_float(small[i]); }
   };
 };
 
 template <bool kFullPrecision>
 struct Mma<float, kFullPrecision> {
   static constexpr int kK = 8;
+  // Fragments in two parts take twice the registers: they should not be loaded far ahead.
+  static constexpr bool kLimitsLoads = kFullPrecision;
   static constexpr int kChunksPerStep = 2;
   using FragmentA = typename Tf32Operand<kFullPrecision>::template Registers<4>;
   using FragmentB = typename Tf32Operand<kFullPrecision>::template Registers<2>;
@@ -235,15 +235,13 @@ struct Mma<float, kFullPrecision> {
   static FKL_DEVICE void load_a_paired(FragmentA& a, Base base, int m_row, int k_step) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Chunk8 pair =
-          load_shared_8(Tile::advance(base.address, m_row + 8 * half, k_step * kChunksPerStep));
+      const Chunk8 pair = load_shared_8(Tile::advance(base.address, m_row + 8 * half, k_step * kChunksPerStep));
       a.set(half, __uint_as_float(pair.word[0]));
       a.set(2 + half, __uint_as_float(pair.word[1]));
     }
   }
   template <class Tile>
-  static FKL_DEVICE void load_b_pair_trans(FragmentB (&b)[2], TransBase base, int n_column,
-                                           int k_step) {
+  static FKL_DEVICE void load_b_pair_trans(FragmentB (&b)[2], TransBase base, int n_column, int k_step) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const int chunk = n_column / 4 + 2 * n;
@@ -261,8 +259,7 @@ struct Mma<float, kFullPrecision> {
     }
   }
   template <int kTilesN>
-  static FKL_DEVICE void a_from_accumulators(FragmentA& a, const float (&acc)[kTilesN][4],
-                                             int k_step) {
+  static FKL_DEVICE void a_from_accumulators(FragmentA& a, const float (&acc)[kTilesN][4], int k_step) {
     a.set(0, acc[k_step][0]);
     a.set(1, acc[k_step][2]);
     a.set(2, acc[k_step][1]);
