@@ -152,8 +152,8 @@ def glues_of(jaxpr: Any) -> Iterator[Glue]:
             spec, results = eqn.params["spec"], eqn.params["results"]
             yield _codegen.backward_glue(spec, avals, results)
         for inner in eqn.params.values():
-            while hasattr(inner, "jaxpr"):
-                inner = inner.jaxpr
+            # A closed jaxpr has one inside; in newer JAX an open one is its own.
+            inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from glues_of(inner)
 
