@@ -10,12 +10,12 @@
 //   dK += dS^T Q     likewise
 //   dQ += dS K       the query tile is divided among all warps; added to the float accumulator in global memory
 //
-// With wide heads dK and dV of 16 keys do not fit a warp's registers: kSplit = 2 or 4 warps share 16 keys, each computes
-// the scores of its part of the queries and holds its part of the columns; then P^T goes through shared memory too, in a tile
-// of its own or, where memory is short, in the one of dS^T before it (kSharesScoreTile).
+// With wide heads dK and dV of 16 keys do not fit a warp's registers: kSplit = 2 or 4 warps share 16 keys, each
+// computes the scores of its part of the queries and holds its part of the columns; then P^T goes through shared memory
+// too, in a tile of its own or, where memory is short, in the one of dS^T before it (kSharesScoreTile).
 //
-// Barriers per query tile: A before its Q and dO are read (they have arrived, and everybody is done with the tile before),
-// B before dS is read by other warps. One more with kSplit > 1 and a single stage.
+// Barriers per query tile: A before its Q and dO are read (they have arrived, and everybody is done with the tile
+// before), B before dS is read by other warps. One more with kSplit > 1 and a single stage.
 #ifndef FKL_DEVICE_KERNELS_BACKWARD_KEYS_SM80_CUH_
 #define FKL_DEVICE_KERNELS_BACKWARD_KEYS_SM80_CUH_
 
@@ -27,18 +27,14 @@ namespace fkl {
 // and among those the one that reads the fewest operands.
 template <int kRowBlocks, int kColumnBlocks, int kWarps>
 struct WarpGrid {
-  static constexpr int blocks(int rows) {
-    return ceil_div(kRowBlocks, rows) * ceil_div(kColumnBlocks, kWarps / rows);
-  }
+  static constexpr int blocks(int rows) { return ceil_div(kRowBlocks, rows) * ceil_div(kColumnBlocks, kWarps / rows); }
   static constexpr int operands(int rows) {
     return ceil_div(kRowBlocks, rows) + ceil_div(kColumnBlocks, kWarps / rows);
   }
   static constexpr int choose() {
     int best = 1;
     for (int rows = 2; rows <= kWarps; rows *= 2) {
-      if (blocks(rows) < blocks(best) ||
-          (blocks(rows) == blocks(best) && operands(rows) < operands(best)))
-        best = rows;
+      if (blocks(rows) < blocks(best) || (blocks(rows) == blocks(best) && operands(rows) < operands(best))) best = rows;
     }
     return best;
   }
@@ -64,7 +60,7 @@ struct BackwardKeysShape {
   static_assert(kSplit > 1 || !kSharesScoreTile, "P stays in registers");
   static_assert(kSplit == 1 || (kPairsS & (kPairsS - 1)) == 0, "an XOR finds a warp's columns of P and dS");
   static_assert((kWarps & (kWarps - 1)) == 0, "WarpGrid doubles");
-  static_assert(kStages == 1 || kStages == 2, "");
+  static_assert(kStages == 1 || kStages == 2, "a stage is found by one bit");
 
   using KeyTile = TileLayout<Element, kKvTile, Config::kHeadDim>;
   using ValueTile = TileLayout<Element, kKvTile, Config::kValueHeadDim>;
@@ -79,8 +75,7 @@ struct BackwardKeysShape {
   static constexpr int kDout = kQuery + kStages * QueryTile::kBytes;
   static constexpr int kDscores = kDout + kStages * DoutTile::kBytes;
   static constexpr int kProbs = kDscores + (kSharesScoreTile ? 0 : ScoreTile::kBytes);
-  static constexpr int kStatistics =
-      kProbs + (kSplit > 1 || kSharesScoreTile ? ScoreTile::kBytes : 0);
+  static constexpr int kStatistics = kProbs + (kSplit > 1 || kSharesScoreTile ? ScoreTile::kBytes : 0);
   static constexpr int kStatisticsBytes = 2 * 4 * kQTile;  // lse_log2, delta
   static constexpr int kSharedBytes = kStatistics + kStages * kStatisticsBytes;
 };
@@ -107,22 +102,22 @@ struct BackwardKeys {
   // Rows that attend to nothing exist, and what is in them may be anything.
   static constexpr bool kHasDeadRows = !Head::Mask::kIsTrivial || !Head::kIsPlain;
 
-  // Where a query head's rows start. The copies are made anew for every tile: their strides are kernel parameters and need
-  // no registers.
+  // Where a query head's rows start. The copies are made anew for every tile: their strides are kernel parameters and
+  // need no registers.
   struct QueryHead {
     const Element *query, *dout;
     long long row0;  // of the statistics
     int q_end;
   };
 
-  static FKL_DEVICE void load_queries(const BackwardParams& params, const QueryHead& head,
-                                      uint32_t shared, int stage, int tile, int thread) {
+  static FKL_DEVICE void load_queries(const BackwardParams& params, const QueryHead& head, uint32_t shared, int stage,
+                                      int tile, int thread) {
     const int first = tile * kQTile;
     thread = opaque(thread);
-    const TileCopy<QueryTile, Config::kAligned, kThreads> query(
-        head.query, params.common.query.row_stride, params.common.head_dim, thread);
-    const TileCopy<DoutTile, Config::kAligned, kThreads> dout(
-        head.dout, params.dout.row_stride, params.common.value_head_dim, thread);
+    const TileCopy<QueryTile, Config::kAligned, kThreads> query(head.query, params.common.query.row_stride,
+                                                                params.common.head_dim, thread);
+    const TileCopy<DoutTile, Config::kAligned, kThreads> dout(head.dout, params.dout.row_stride,
+                                                              params.common.value_head_dim, thread);
     query.copy(shared + Shape::kQuery + stage * QueryTile::kBytes, first, head.q_end);
     dout.copy(shared + Shape::kDout + stage * DoutTile::kBytes, first, head.q_end);
     const uint32_t statistics = shared + Shape::kStatistics + stage * Shape::kStatisticsBytes;
@@ -151,8 +146,7 @@ struct BackwardKeys {
       }
       if (__syncthreads_or(is_marked)) {
         for (int row = thread / kWarpSize; row < kQTile; row += Shape::kWarps) {
-          if (!is_marked_row(load_shared_f32(statistics + 4 * row),
-                             load_shared_f32(statistics + 4 * (kQTile + row))))
+          if (!is_marked_row(load_shared_f32(statistics + 4 * row), load_shared_f32(statistics + 4 * (kQTile + row))))
             continue;
           clear_row<QueryTile>(shared + Shape::kQuery + stage * QueryTile::kBytes, row, thread % 32);
           clear_row<DoutTile>(shared + Shape::kDout + stage * DoutTile::kBytes, row, thread % 32);
@@ -162,10 +156,10 @@ struct BackwardKeys {
     }
   }
 
-  // Keys whose K is not finite: cleared, so that a dS of 0 does not meet them; bit r of the result is key r of the warp's
+  // Keys whose K is not finite: cleared, so that a dS of 0 does not meet them; bit r of the result is key r of the
+  // warp's
   // 16. Their live scores become NaN again (BackwardHead::element).
-  static FKL_DEVICE unsigned clear_poisoned_keys(uint32_t shared, int first_key, int lane,
-                                                 bool* is_any) {
+  static FKL_DEVICE unsigned clear_poisoned_keys(uint32_t shared, int first_key, int lane, bool* is_any) {
     unsigned poisoned = 0;
     for (int r = 0; r < 16; ++r) {
       if (row_has_non_finite<KeyTile>(shared, first_key + r, lane)) poisoned |= 1u << r;
@@ -182,9 +176,8 @@ struct BackwardKeys {
 
   // The warp's S^T and dP^T - delta become P^T and dS^T. `q` and `kv`: of the lane's first accumulator.
   template <bool kIsMixed>
-  static FKL_DEVICE void score_gradients(Head& head, float (&acc_s)[2 * kPairsS][4],
-                                         float (&acc_dp)[2 * kPairsS][4], uint32_t lse_log2, int q,
-                                         int kv, unsigned poisoned, int lane) {
+  static FKL_DEVICE void score_gradients(Head& head, float (&acc_s)[2 * kPairsS][4], float (&acc_dp)[2 * kPairsS][4],
+                                         uint32_t lse_log2, int q, int kv, unsigned poisoned, int lane) {
     float dbias_sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int tile = 0; tile < 2 * kPairsS; ++tile) {
@@ -197,8 +190,7 @@ struct BackwardKeys {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           head.template element<kIsMixed>(row, row_q, kv + 8 * half, (poisoned >> (8 * half)) & 1u,
-                                          __uint_as_float(lse.word[column]),
-                                          acc_s[tile][2 * half + column],
+                                          __uint_as_float(lse.word[column]), acc_s[tile][2 * half + column],
                                           acc_dp[tile][2 * half + column], row_grads);
         }
         head.template flush_row<28>(row, row_grads);
@@ -215,14 +207,11 @@ struct BackwardKeys {
     for (int tile = 0; tile < 2 * kPairsS; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t address =
-            ScoreTile::advance(lane_address, 8 * half, tile * kChunksPerTile);
+        const uint32_t address = ScoreTile::advance(lane_address, 8 * half, tile * kChunksPerTile);
         if constexpr (sizeof(Element) == 4) {
-          store_shared_8(address, __float_as_uint(acc[tile][2 * half]),
-                         __float_as_uint(acc[tile][2 * half + 1]));
+          store_shared_8(address, __float_as_uint(acc[tile][2 * half]), __float_as_uint(acc[tile][2 * half + 1]));
         } else {
-          store_shared_u32(address, Conversion<Element>::pack(acc[tile][2 * half],
-                                                              acc[tile][2 * half + 1]));
+          store_shared_u32(address, Conversion<Element>::pack(acc[tile][2 * half], acc[tile][2 * half + 1]));
         }
       }
     }
@@ -230,9 +219,8 @@ struct BackwardKeys {
 
   // acc += (this warp's 16 keys of P^T or dS^T) B, all queries; B is dO or Q.
   template <class TileB, int kPairs>
-  static FKL_DEVICE void accumulate(float (&acc)[2 * kPairs][4],
-                                    const float (&acc_scores)[2 * kPairsS][4], uint32_t score_rows,
-                                    uint32_t tile_b, int first_pair, int lane) {
+  static FKL_DEVICE void accumulate(float (&acc)[2 * kPairs][4], const float (&acc_scores)[2 * kPairsS][4],
+                                    uint32_t score_rows, uint32_t tile_b, int first_pair, int lane) {
     const auto b_base = MmaType::template b_trans_base<TileB>(tile_b, lane);
     const auto a_base = MmaType::template a_paired_base<ScoreTile>(score_rows, lane);
 #pragma unroll
@@ -257,8 +245,7 @@ struct BackwardKeys {
     float acc[Grid::kRowsPerWarp][2 * Grid::kColumnsPerWarp][4];
 #pragma unroll
     for (int m = 0; m < Grid::kRowsPerWarp; ++m) clear(acc[m]);
-    const auto a_base =
-        MmaType::template a_trans_base<ScoreTile>(shared + Shape::kDscores, lane);
+    const auto a_base = MmaType::template a_trans_base<ScoreTile>(shared + Shape::kDscores, lane);
     const auto b_base = MmaType::template b_trans_base<KeyTile>(shared, lane);
 #pragma unroll
     for (int k_step = 0; k_step < kKvTile / MmaType::kK; ++k_step) {
@@ -283,9 +270,8 @@ struct BackwardKeys {
 #pragma unroll
       for (int n = 0; n < Grid::kColumnsPerWarp; ++n) {
         if (kBlocksN % Grid::kColumnsPerWarp != 0 && first_n + n >= kBlocksN) break;
-        DqueryBlock::add(
-            dquery + ((first_m + m) * kBlocksN + first_n + n) * DqueryBlock::kFloats, lane,
-            acc[m][2 * n], acc[m][2 * n + 1]);
+        DqueryBlock::add(dquery + ((first_m + m) * kBlocksN + first_n + n) * DqueryBlock::kFloats, lane, acc[m][2 * n],
+                         acc[m][2 * n + 1]);
       }
     }
   }
@@ -297,22 +283,19 @@ struct KeyBlock {
   int tile, kv_head;
   long long outer;
 
-  static FKL_DEVICE KeyBlock of(const CommonParams& params, unsigned block, int num_tiles,
-                                int bytes_per_row) {
+  static FKL_DEVICE KeyBlock of(const CommonParams& params, unsigned block, int num_tiles, int bytes_per_row) {
     constexpr long long kSectionBytes = 32 << 20;
     const long long heads = params.num_outer * params.num_kv_heads;
-    const long long head_bytes = static_cast<long long>(params.num_q_heads / params.num_kv_heads) *
-                                 params.q_seq_len * bytes_per_row;
-    const long long section =
-        head_bytes * heads <= kSectionBytes ? heads
-        : head_bytes >= kSectionBytes       ? 1
-                                            : kSectionBytes / head_bytes;
+    const long long head_bytes =
+        static_cast<long long>(params.num_q_heads / params.num_kv_heads) * params.q_seq_len * bytes_per_row;
+    const long long section = head_bytes * heads <= kSectionBytes ? heads
+                              : head_bytes >= kSectionBytes       ? 1
+                                                                  : kSectionBytes / head_bytes;
     const unsigned blocks_per_section = static_cast<unsigned>(section * num_tiles);
     const unsigned section_index = block / blocks_per_section;
     const unsigned rest = block % blocks_per_section;
     const long long first_head = section_index * section;
-    const unsigned section_heads =
-        static_cast<unsigned>(heads - first_head < section ? heads - first_head : section);
+    const unsigned section_heads = static_cast<unsigned>(heads - first_head < section ? heads - first_head : section);
     const long long head = first_head + rest % section_heads;
     KeyBlock result;
     result.tile = static_cast<int>(rest / section_heads);
@@ -348,13 +331,11 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
   const auto this_block = [&] {
     constexpr int kBytesPerRow = Config::kHeadDim * static_cast<int>(sizeof(Element) + 4) +
                                  Config::kValueHeadDim * static_cast<int>(sizeof(Element));
-    return KeyBlock::of(common, opaque(blockIdx.x), ceil_div(common.kv_seq_len, kKvTile),
-                        kBytesPerRow);
+    return KeyBlock::of(common, opaque(blockIdx.x), ceil_div(common.kv_seq_len, kKvTile), kBytesPerRow);
   };
   const int kv_first = this_block().tile * kKvTile;
   const int group = common.num_q_heads / common.num_kv_heads;
-  const bool needs_dquery =
-      !Config::kDeterministic && (params.dquery.data != nullptr || Config::kHasDscale);
+  const bool needs_dquery = !Config::kDeterministic && (params.dquery.data != nullptr || Config::kHasDscale);
 
   float acc_dk[2 * kPairsK][4], acc_dv[2 * kPairsV][4];
   clear(acc_dk);
@@ -369,24 +350,22 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
     const int q_head = block.kv_head * group + member;
     Head head;
     head.bind(params, outer, q_head);
-    TileWalk<typename Head::Mask, kQTile, kKvTile, false> walk(
-        head.mask, kv_first, kv_first + kKvTile - 1, 0, ceil_div(common.q_seq_len, kQTile));
+    TileWalk<typename Head::Mask, kQTile, kKvTile, false> walk(head.mask, kv_first, kv_first + kKvTile - 1, 0,
+                                                               ceil_div(common.q_seq_len, kQTile));
     int next_tile = 0, next_state = kTileDead;
     bool has_next = walk.next(head.mask, &next_tile, &next_state);
     if (!has_next) continue;
 
     const long long row0 = padded_row(params, block.outer, q_head);
     const typename Kernel::QueryHead rows{at_outer<const Element>(common.query, outer, q_head),
-                                          at_outer<const Element>(params.dout, outer, q_head), row0,
-                                          head.mask.q_end()};
+                                          at_outer<const Element>(params.dout, outer, q_head), row0, head.mask.q_end()};
     if (!has_keys) {
       has_keys = true;
       const TileCopy<KeyTile, Config::kAligned, Shape::kThreads> key(
-          at_outer<const Element>(common.key, outer, block.kv_head), common.key.row_stride,
-          common.head_dim, thread);
+          at_outer<const Element>(common.key, outer, block.kv_head), common.key.row_stride, common.head_dim, thread);
       const TileCopy<ValueTile, Config::kAligned, Shape::kThreads> value(
-          at_outer<const Element>(common.value, outer, block.kv_head), common.value.row_stride,
-          common.value_head_dim, thread);
+          at_outer<const Element>(common.value, outer, block.kv_head), common.value.row_stride, common.value_head_dim,
+          thread);
       key.copy(shared, kv_first, head.mask.kv_end());
       value.copy(shared + Shape::kValue, kv_first, head.mask.kv_end());
       Kernel::load_queries(params, rows, shared, stage, next_tile, thread);
@@ -404,16 +383,14 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
       const bool is_mixed = next_state == kTileMixed || is_poisoned_tile;
       has_next = walk.next(head.mask, &next_tile, &next_state);
       Kernel::wait_for_queries(shared, stage, thread);
-      if (Shape::kStages == 2 && has_next)
-        Kernel::load_queries(params, rows, shared, stage ^ 1, next_tile, thread);
+      if (Shape::kStages == 2 && has_next) Kernel::load_queries(params, rows, shared, stage ^ 1, next_tile, thread);
 
       const uint32_t query = shared + Shape::kQuery + stage * QueryTile::kBytes;
       const uint32_t dout = shared + Shape::kDout + stage * DoutTile::kBytes;
       const int lane = opaque(thread) % kWarpSize;
       const int split_q = split * (kQTile / Kernel::kSplit);
       const int lane_q = split_q + 2 * (lane % 4);
-      const uint32_t lse_log2 =
-          shared + Shape::kStatistics + stage * Shape::kStatisticsBytes + 4 * lane_q;
+      const uint32_t lse_log2 = shared + Shape::kStatistics + stage * Shape::kStatisticsBytes + 4 * lane_q;
 
       float acc_s[2 * kPairsS][4], acc_dp[2 * kPairsS][4];
       clear(acc_s);
@@ -427,46 +404,40 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
         acc_dp[tile][1] = acc_dp[tile][3] = -__uint_as_float(delta.word[1]);
       }
       multiply_rows<MmaType, ValueTile, DoutTile, kPairsS>(
-          acc_dp,
-          MmaType::template a_base<ValueTile>(
-              shared + Shape::kValue + key_row * ValueTile::kRowBytes, lane),
+          acc_dp, MmaType::template a_base<ValueTile>(shared + Shape::kValue + key_row * ValueTile::kRowBytes, lane),
           MmaType::template b_base<DoutTile>(dout + split_q * DoutTile::kRowBytes, lane));
 
       const int lane_kv = kv_first + key_row + lane / 4;
       if (is_mixed) {
-        Kernel::template score_gradients<true>(head, acc_s, acc_dp, lse_log2, q_first + lane_q,
-                                               lane_kv, poisoned >> (lane / 4), lane);
+        Kernel::template score_gradients<true>(head, acc_s, acc_dp, lse_log2, q_first + lane_q, lane_kv,
+                                               poisoned >> (lane / 4), lane);
       } else {
-        Kernel::template score_gradients<false>(head, acc_s, acc_dp, lse_log2, q_first + lane_q,
-                                                lane_kv, 0, lane);
+        Kernel::template score_gradients<false>(head, acc_s, acc_dp, lse_log2, q_first + lane_q, lane_kv, 0, lane);
       }
 
       const uint32_t score_rows = shared + key_row * ScoreTile::kRowBytes;
-      const uint32_t lane_scores =
-          score_rows + static_cast<uint32_t>(ScoreTile::element_offset(lane / 4, lane_q));
+      const uint32_t lane_scores = score_rows + static_cast<uint32_t>(ScoreTile::element_offset(lane / 4, lane_q));
       if constexpr (Kernel::kSplit > 1) {
         Kernel::store_scores(lane_scores + Shape::kProbs, acc_s);
-        if constexpr (!Shape::kSharesScoreTile)
-          Kernel::store_scores(lane_scores + Shape::kDscores, acc_dp);
+        if constexpr (!Shape::kSharesScoreTile) Kernel::store_scores(lane_scores + Shape::kDscores, acc_dp);
         __syncthreads();  // B
       } else {
         Kernel::store_scores(lane_scores + Shape::kDscores, acc_dp);
       }
-      Kernel::template accumulate<DoutTile, kPairsV>(acc_dv, acc_s, score_rows + Shape::kProbs,
-                                                     dout, split * kPairsV, lane);
+      Kernel::template accumulate<DoutTile, kPairsV>(acc_dv, acc_s, score_rows + Shape::kProbs, dout, split * kPairsV,
+                                                     lane);
       if constexpr (Shape::kSharesScoreTile) {
         __syncthreads();
         Kernel::store_scores(lane_scores + Shape::kDscores, acc_dp);
         __syncthreads();
       }
-      Kernel::template accumulate<QueryTile, kPairsK>(acc_dk, acc_dp, score_rows + Shape::kDscores,
-                                                      query, split * kPairsK, lane);
+      Kernel::template accumulate<QueryTile, kPairsK>(acc_dk, acc_dp, score_rows + Shape::kDscores, query,
+                                                      split * kPairsK, lane);
       if constexpr (Kernel::kSplit == 1) __syncthreads();  // B
       if (Shape::kStages == 1 && Kernel::kSplit == 1 && has_next)
         Kernel::load_queries(params, rows, shared, stage, next_tile, thread);
       if (needs_dquery) {
-        Kernel::add_dquery(params.dquery_accumulator + (row0 + q_first) * Config::kHeadDim, shared,
-                           warp, lane);
+        Kernel::add_dquery(params.dquery_accumulator + (row0 + q_first) * Config::kHeadDim, shared, warp, lane);
       }
       if constexpr (Shape::kStages == 1 && Kernel::kSplit > 1) {
         __syncthreads();
@@ -483,15 +454,13 @@ FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
   if (params.dkey.data != nullptr) {
     const float scale = *at_outer<const float>(common.scale, outer);
     store_accumulators<Config::kAligned, Config::kHeadDim / 16, kPairsK>(
-        at_outer<Element>(params.dkey, outer, block.kv_head), params.dkey.row_stride,
-        kv_first + key_row, common.kv_seq_len, split * kPairsK, common.head_dim, lane, scale,
-        acc_dk);
+        at_outer<Element>(params.dkey, outer, block.kv_head), params.dkey.row_stride, kv_first + key_row,
+        common.kv_seq_len, split * kPairsK, common.head_dim, lane, scale, acc_dk);
   }
   if (params.dvalue.data != nullptr) {
     store_accumulators<Config::kAligned, Config::kValueHeadDim / 16, kPairsV>(
-        at_outer<Element>(params.dvalue, outer, block.kv_head), params.dvalue.row_stride,
-        kv_first + key_row, common.kv_seq_len, split * kPairsV, common.value_head_dim, lane, 1.0f,
-        acc_dv);
+        at_outer<Element>(params.dvalue, outer, block.kv_head), params.dvalue.row_stride, kv_first + key_row,
+        common.kv_seq_len, split * kPairsV, common.value_head_dim, lane, 1.0f, acc_dv);
   }
 }
 

@@ -1,6 +1,6 @@
-// dQ of deterministic calls: a block owns kQueriesQTile query rows of one head and goes through their live key tiles, so
-// every sum has one order. It computes the scores once more (7 products instead of 5), but nothing is added in global
-// memory and the scores stay in registers: each warp has 16 query rows.
+// dQ of deterministic calls: a block owns kQueriesQTile query rows of one head and goes through their live key tiles,
+// so every sum has one order. It computes the scores once more (7 products instead of 5), but nothing is added in
+// global memory and the scores stay in registers: each warp has 16 query rows.
 //
 //   S = Q K^T,  dP = dO V^T (from -delta),  dS in registers,  dQ += dS K
 #ifndef FKL_DEVICE_KERNELS_BACKWARD_QUERIES_SM80_CUH_
@@ -18,7 +18,7 @@ struct BackwardQueriesShape {
   static constexpr int kWarps = kQTile / 16, kThreads = kWarps * kWarpSize;
   static constexpr int kStages = Config::kQueriesNumStages;  // of K and V
   static_assert(kQTile % 16 == 0 && kKvTile % 16 == 0, "fragments");
-  static_assert(kStages == 1 || kStages == 2, "");
+  static_assert(kStages == 1 || kStages == 2, "a stage is found by one bit");
 
   using QueryTile = TileLayout<Element, kQTile, Config::kHeadDim>;
   using DoutTile = TileLayout<Element, kQTile, Config::kValueHeadDim>;
@@ -53,8 +53,7 @@ struct BackwardQueries {
 
   static FKL_DEVICE void load_keys(const KeyCopies& copies, uint32_t shared, int stage, int tile) {
     copies.key.copy(shared + Shape::kKey + stage * KeyTile::kBytes, tile * kKvTile, copies.kv_end);
-    copies.value.copy(shared + Shape::kValue + stage * ValueTile::kBytes, tile * kKvTile,
-                      copies.kv_end);
+    copies.value.copy(shared + Shape::kValue + stage * ValueTile::kBytes, tile * kKvTile, copies.kv_end);
     cp_async_commit();
   }
 
@@ -70,9 +69,9 @@ struct BackwardQueries {
 
   // S and dP - delta become P and dS. `q`, `kv`: of the lane's first accumulator; `column`: kv in the tile.
   template <bool kIsMixed>
-  static FKL_DEVICE void score_gradients(Head& head, float (&acc_s)[kTiles][4],
-                                         float (&acc_dp)[kTiles][4], const float (&lse_log2)[2],
-                                         int q, int kv, int column, const uint8_t* poisoned) {
+  static FKL_DEVICE void score_gradients(Head& head, float (&acc_s)[kTiles][4], float (&acc_dp)[kTiles][4],
+                                         const float (&lse_log2)[2], int q, int kv, int column,
+                                         const uint8_t* poisoned) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto row = head.template bind_row<kIsMixed>(q + 8 * half);
@@ -81,11 +80,9 @@ struct BackwardQueries {
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const bool is_poisoned =
-              kIsMixed && !Head::Mask::kIsTrivial && poisoned[column + 8 * tile + i] != 0;
-          head.template element<kIsMixed>(row, q + 8 * half, kv + 8 * tile + i, is_poisoned,
-                                          lse_log2[half], acc_s[tile][2 * half + i],
-                                          acc_dp[tile][2 * half + i], row_grads);
+          const bool is_poisoned = kIsMixed && !Head::Mask::kIsTrivial && poisoned[column + 8 * tile + i] != 0;
+          head.template element<kIsMixed>(row, q + 8 * half, kv + 8 * tile + i, is_poisoned, lse_log2[half],
+                                          acc_s[tile][2 * half + i], acc_dp[tile][2 * half + i], row_grads);
         }
       }
     }
@@ -123,25 +120,22 @@ FKL_DEVICE void backward_queries_sm80(const BackwardParams& params) {
   float acc_dq[2 * kPairsK][4];
   clear(acc_dq);
 
-  TileWalk<typename Head::Mask, kQTile, kKvTile, true> walk(
-      head.mask, q_first, q_first + kQTile - 1, 0, ceil_div(common.kv_seq_len, kKvTile));
+  TileWalk<typename Head::Mask, kQTile, kKvTile, true> walk(head.mask, q_first, q_first + kQTile - 1, 0,
+                                                            ceil_div(common.kv_seq_len, kKvTile));
   int next_tile = 0, next_state = kTileDead;
   bool has_next = walk.next(head.mask, &next_tile, &next_state);
   const int row = warp * 16 + lane / 4;  // of the lane's first accumulator in the tile
   if (has_next) {
     const TileCopy<QueryTile, Config::kAligned, Shape::kThreads> query(
-        at_outer<const Element>(common.query, outer, block.head), common.query.row_stride,
-        common.head_dim, thread);
+        at_outer<const Element>(common.query, outer, block.head), common.query.row_stride, common.head_dim, thread);
     const TileCopy<DoutTile, Config::kAligned, Shape::kThreads> dout(
-        at_outer<const Element>(params.dout, outer, block.head), params.dout.row_stride,
-        common.value_head_dim, thread);
+        at_outer<const Element>(params.dout, outer, block.head), params.dout.row_stride, common.value_head_dim, thread);
     query.copy(shared, q_first, head.mask.q_end());
     dout.copy(shared + Shape::kDout, q_first, head.mask.q_end());
   }
   const typename Kernel::KeyCopies copies{
       {at_outer<const Element>(common.key, outer, kv_head), common.key.row_stride, common.head_dim, thread},
-      {at_outer<const Element>(common.value, outer, kv_head), common.value.row_stride,
-       common.value_head_dim, thread},
+      {at_outer<const Element>(common.value, outer, kv_head), common.value.row_stride, common.value_head_dim, thread},
       head.mask.kv_end()};
   float lse_log2[2], delta[2];
 #pragma unroll
@@ -179,17 +173,15 @@ FKL_DEVICE void backward_queries_sm80(const BackwardParams& params) {
       acc_dp[tile][2] = acc_dp[tile][3] = -delta[1];
     }
     multiply_rows<MmaType, DoutTile, ValueTile, kTiles / 2>(
-        acc_dp,
-        MmaType::template a_base<DoutTile>(
-            shared + Shape::kDout + warp * 16 * DoutTile::kRowBytes, lane),
+        acc_dp, MmaType::template a_base<DoutTile>(shared + Shape::kDout + warp * 16 * DoutTile::kRowBytes, lane),
         MmaType::template b_base<ValueTile>(value, lane));
     const int column = 2 * (lane % 4);
     if (is_mixed) {
-      Kernel::template score_gradients<true>(head, acc_s, acc_dp, lse_log2, q_first + row,
-                                             kv_first + column, column, poisoned);
+      Kernel::template score_gradients<true>(head, acc_s, acc_dp, lse_log2, q_first + row, kv_first + column, column,
+                                             poisoned);
     } else {
-      Kernel::template score_gradients<false>(head, acc_s, acc_dp, lse_log2, q_first + row,
-                                              kv_first + column, column, poisoned);
+      Kernel::template score_gradients<false>(head, acc_s, acc_dp, lse_log2, q_first + row, kv_first + column, column,
+                                              poisoned);
     }
     const auto key_base = MmaType::template b_trans_base<KeyTile>(key, lane);
 #pragma unroll
@@ -208,8 +200,8 @@ FKL_DEVICE void backward_queries_sm80(const BackwardParams& params) {
 
   if (params.dquery.data != nullptr) {
     store_accumulators<Config::kAligned, kPairsK, kPairsK>(
-        at_outer<Element>(params.dquery, outer, block.head), params.dquery.row_stride,
-        q_first + warp * 16, common.q_seq_len, 0, common.head_dim, lane, head.scale, acc_dq);
+        at_outer<Element>(params.dquery, outer, block.head), params.dquery.row_stride, q_first + warp * 16,
+        common.q_seq_len, 0, common.head_dim, lane, head.scale, acc_dq);
   }
   if constexpr (Config::kHasDscale) {
     const Element* query = at_outer<const Element>(common.query, outer, block.head);
@@ -228,8 +220,8 @@ FKL_DEVICE void backward_queries_sm80(const BackwardParams& params) {
     const float sum = block_sum<Shape::kWarps>(dscale, reinterpret_cast<float*>(backward_shared));
     if (thread == 0) {
       const int num_tiles = ceil_div(common.q_seq_len, kQTile);
-      static_cast<float*>(params.scratch)[(block.outer * common.num_q_heads + block.head) * num_tiles +
-                                          block.tile] = sum;
+      static_cast<float*>(params.scratch)[(block.outer * common.num_q_heads + block.head) * num_tiles + block.tile] =
+          sum;
     }
   }
 }

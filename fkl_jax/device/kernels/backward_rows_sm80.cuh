@@ -96,17 +96,17 @@ FKL_DEVICE void backward_preprocess_sm80(const BackwardParams& params) {
       // With sinks a row without a live key has the sink as its LSE: nothing here tells it from the others.
       const bool may_be_dead = Config::kHasSinks || row_lse == -infinity();
       for (int chunk = lane; chunk < Config::kValueHeadDim / kElements; chunk += kLanesPerRow) {
-        const Chunk16 x = load_row_chunk<Config::kAligned>(dout + q * params.dout.row_stride, chunk,
-                                                           common.value_head_dim);
-        const Chunk16 y = load_row_chunk<Config::kAligned>(out + q * params.out.row_stride, chunk,
-                                                           common.value_head_dim);
+        const Chunk16 x =
+            load_row_chunk<Config::kAligned>(dout + q * params.dout.row_stride, chunk, common.value_head_dim);
+        const Chunk16 y =
+            load_row_chunk<Config::kAligned>(out + q * params.out.row_stride, chunk, common.value_head_dim);
         sum += chunk_dot<Element>(x, y);
         if (may_be_dead) is_marked |= has_non_finite<Element>(x);
       }
       if (may_be_dead) {
         for (int chunk = lane; chunk < Config::kHeadDim / kElements; chunk += kLanesPerRow) {
-          is_marked |= has_non_finite<Element>(load_row_chunk<Config::kAligned>(
-              query + q * common.query.row_stride, chunk, common.head_dim));
+          is_marked |= has_non_finite<Element>(
+              load_row_chunk<Config::kAligned>(query + q * common.query.row_stride, chunk, common.head_dim));
         }
       }
     }
@@ -156,8 +156,7 @@ FKL_DEVICE void backward_finish_sm80(const BackwardParams& params) {
   const OuterIndex outer = outer_index(common, block.outer);
   const int q_first = block.tile * Config::kQTile;
   const float* accumulator =
-      params.dquery_accumulator +
-      (padded_row(params, block.outer, block.head) + q_first) * Config::kHeadDim;
+      params.dquery_accumulator + (padded_row(params, block.outer, block.head) + q_first) * Config::kHeadDim;
   Element* dquery = at_outer<Element>(params.dquery, outer, block.head);
   const float scale = *at_outer<const float>(common.scale, outer);
   const int lane = lane_index();
@@ -177,8 +176,7 @@ FKL_DEVICE void backward_finish_sm80(const BackwardParams& params) {
       for (int i = 0; i < 4; i += 2) {
         const int column = index % kBlocksN * 16 + 2 * (lane % 4) + 4 * i;
         if constexpr (Config::kHasDscale) {
-          const Element* query = at_outer<const Element>(common.query, outer, block.head) +
-                                 q * common.query.row_stride;
+          const Element* query = at_outer<const Element>(common.query, outer, block.head) + q * common.query.row_stride;
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             // Dead rows have a gradient of 0 and may hold anything.
@@ -187,8 +185,8 @@ FKL_DEVICE void backward_finish_sm80(const BackwardParams& params) {
           }
         }
         if (dquery != nullptr) {
-          store_pair<Config::kAligned>(dquery + q * params.dquery.row_stride, column,
-                                       common.head_dim, value[i] * scale, value[i + 1] * scale);
+          store_pair<Config::kAligned>(dquery + q * params.dquery.row_stride, column, common.head_dim, value[i] * scale,
+                                       value[i + 1] * scale);
         }
       }
     }
@@ -213,8 +211,7 @@ FKL_DEVICE void backward_sum_dscale_sm80(const BackwardParams& params) {
     for (long long o = 0; o < common.num_outer; ++o) {
       const float* partial = static_cast<const float*>(params.scratch) + o * per_outer;
       float sum = 0.0f;
-      for (int i = static_cast<int>(threadIdx.x); i < per_outer; i += kBackwardRowThreads)
-        sum += partial[i];
+      for (int i = static_cast<int>(threadIdx.x); i < per_outer; i += kBackwardRowThreads) sum += partial[i];
       sum = block_sum<kBackwardRowThreads / kWarpSize>(sum, backward_sum_shared);
       if (threadIdx.x == 0) *at_outer<float>(params.dscale_result, outer_index(common, o)) += sum;
       __syncthreads();

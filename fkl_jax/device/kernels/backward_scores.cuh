@@ -22,8 +22,8 @@ FKL_DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
 
 // ---- Statistics of a query row, written by backward_preprocess_sm80.
 //
-// A row that attends to nothing gets lse_log2 = +inf and delta = 0: its P and dS are 0 without a test. A row whose Q or dO
-// must not be read because it is not finite is marked: its P may be 0, but 0 * NaN is NaN in dK and dV, so the main
+// A row that attends to nothing gets lse_log2 = +inf and delta = 0: its P and dS are 0 without a test. A row whose Q or
+// dO must not be read because it is not finite is marked: its P may be 0, but 0 * NaN is NaN in dK and dV, so the main
 // kernel clears marked rows in shared memory. If the row may be live after all, its P is NaN by lse_log2.
 FKL_DEVICE bool is_marked_row(float lse_log2, float delta) {
   return lse_log2 != lse_log2 || (lse_log2 == infinity() && delta != 0.0f);
@@ -58,8 +58,7 @@ FKL_DEVICE bool row_has_non_finite(uint32_t tile, int row, int lane) {
 template <class Tile>
 FKL_DEVICE void clear_row(uint32_t tile, int row, int lane) {
   for (int chunk = lane; chunk < Tile::kChunks; chunk += kWarpSize) {
-    store_shared_16(tile + static_cast<uint32_t>(Tile::chunk_offset(row, chunk)),
-                    Chunk16{{0, 0, 0, 0}});
+    store_shared_16(tile + static_cast<uint32_t>(Tile::chunk_offset(row, chunk)), Chunk16{{0, 0, 0, 0}});
   }
 }
 
@@ -114,17 +113,16 @@ struct BackwardHead {
   FKL_DEVICE Row bind_row(int q) const {
     Row row{};
     if constexpr (kIsMixed) row.mask = mask.bind_row(q);
-    if constexpr (!ScoreMod::kIsIdentity)
-      row.mod = mod_.bind_row(mod_head_, wrapping_add(q, q_offset_));
+    if constexpr (!ScoreMod::kIsIdentity) row.mod = mod_.bind_row(mod_head_, wrapping_add(q, q_offset_));
     if constexpr (Config::kHasBias) row.bias = bias_ + q * bias_row_stride_;
     return row;
   }
 
-  // From q . k and dP - delta to P and dS. Dead elements are selected away: their score may be NaN, and the bias and the
-  // program are not looked at. `is_poisoned`: the key is not finite and was cleared in shared memory.
+  // From q . k and dP - delta to P and dS. Dead elements are selected away: their score may be NaN, and the bias and
+  // the program are not looked at. `is_poisoned`: the key is not finite and was cleared in shared memory.
   template <bool kIsMixed>
-  FKL_DEVICE void element(const Row& row, int q, int kv, bool is_poisoned, float lse_log2, float& s,
-                          float& dp, typename ScoreMod::RowGrads& row_grads) {
+  FKL_DEVICE void element(const Row& row, int q, int kv, bool is_poisoned, float lse_log2, float& s, float& dp,
+                          typename ScoreMod::RowGrads& row_grads) {
     if constexpr (kIsMixed) {
       if (is_poisoned) s = not_a_number();
     }
@@ -146,13 +144,12 @@ struct BackwardHead {
       const int kv_idx = ScoreMod::kIsIdentity ? kv : wrapping_add(kv, kv_offset_);
       const float modified = mod_.score(mod_head_, row.mod, score, kv_idx);
       s = exp2_approx(fmaf(modified, kLog2e, -lse_log2));
-      dp = mod_.derivative(mod_head_, row.mod, score, kv_idx, s * dp, capture_grads, head_grads,
-                           row_grads);
+      dp = mod_.derivative(mod_head_, row.mod, score, kv_idx, s * dp, capture_grads, head_grads, row_grads);
     }
   }
 
-  // The gradient of the bias: all lanes come, with the dS of query row `q` at keys `kv` and `kv + 8`; lanes that differ in
-  // the bits 28 hold other keys of the row. `sum` collects what is the same for all rows.
+  // The gradient of the bias: all lanes come, with the dS of query row `q` at keys `kv` and `kv + 8`; lanes that differ
+  // in the bits 28 hold other keys of the row. `sum` collects what is the same for all rows.
   FKL_DEVICE void add_dbias(int q, int kv, float ds0, float ds1, int lane, float (&sum)[2]) const {
     if constexpr (kAddsDbias) {
       if (dbias_ == nullptr) return;
@@ -193,8 +190,7 @@ struct BackwardHead {
       mod_.template flush_row<kLaneMask>(mod_head_, row.mod, capture_grads, row_grads);
   }
   FKL_DEVICE void flush_head() {
-    if constexpr (kAddsDcaptures && !ScoreMod::kIsIdentity)
-      mod_.flush_head(mod_head_, capture_grads, head_grads);
+    if constexpr (kAddsDcaptures && !ScoreMod::kIsIdentity) mod_.flush_head(mod_head_, capture_grads, head_grads);
   }
 
   Mask mask;
@@ -233,8 +229,7 @@ FKL_DEVICE T opaque(T value) {
 
 // acc += A B^T for 16 rows of A and 16 * kPairs rows of B, both stored along k.
 template <class Mma, class TileA, class TileB, int kPairs>
-FKL_DEVICE void multiply_rows(float (&acc)[2 * kPairs][4], typename Mma::Base a_base,
-                              typename Mma::Base b_base) {
+FKL_DEVICE void multiply_rows(float (&acc)[2 * kPairs][4], typename Mma::Base a_base, typename Mma::Base b_base) {
 #pragma unroll
   for (int k_step = 0; k_step < TileA::kColumns / Mma::kK; ++k_step) {
     typename Mma::FragmentA a;
@@ -252,8 +247,8 @@ FKL_DEVICE void multiply_rows(float (&acc)[2 * kPairs][4], typename Mma::Base a_
 // acc += A B for one k step: columns first_pair * 16 ... of B, stored with k along its rows; pairs beyond the tile are
 // left out.
 template <class Mma, class TileB, int kPairs, class TransBase>
-FKL_DEVICE void multiply_columns(float (&acc)[2 * kPairs][4], const typename Mma::FragmentA& a,
-                                 TransBase b_base, int first_pair, int k_step) {
+FKL_DEVICE void multiply_columns(float (&acc)[2 * kPairs][4], const typename Mma::FragmentA& a, TransBase b_base,
+                                 int first_pair, int k_step) {
   constexpr int kTilePairs = TileB::kColumns / 16;
 #pragma unroll
   for (int pair = 0; pair < kPairs; ++pair) {
@@ -276,9 +271,8 @@ FKL_DEVICE void clear(float (&acc)[kTiles][4]) {
 
 // 16 rows and 16 * kPairs columns of accumulators, times `factor`, to global memory.
 template <bool kAligned, int kTilePairs, int kPairs, class Element>
-FKL_DEVICE void store_accumulators(Element* data, long long row_stride, int first_row, int num_rows,
-                                   int first_pair, int num_columns, int lane, float factor,
-                                   const float (&acc)[2 * kPairs][4]) {
+FKL_DEVICE void store_accumulators(Element* data, long long row_stride, int first_row, int num_rows, int first_pair,
+                                   int num_columns, int lane, float factor, const float (&acc)[2 * kPairs][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first_row + lane / 4 + 8 * half;
@@ -287,8 +281,8 @@ FKL_DEVICE void store_accumulators(Element* data, long long row_stride, int firs
 #pragma unroll
     for (int tile = 0; tile < 2 * kPairs; ++tile) {
       if (kTilePairs % kPairs != 0 && first_pair + tile / 2 >= kTilePairs) break;
-      store_pair<kAligned>(out, 16 * first_pair + 8 * tile + 2 * (lane % 4), num_columns,
-                           acc[tile][2 * half] * factor, acc[tile][2 * half + 1] * factor);
+      store_pair<kAligned>(out, 16 * first_pair + 8 * tile + 2 * (lane % 4), num_columns, acc[tile][2 * half] * factor,
+                           acc[tile][2 * half + 1] * factor);
     }
   }
 }
@@ -296,8 +290,8 @@ FKL_DEVICE void store_accumulators(Element* data, long long row_stride, int firs
 // ---- The float accumulator of dQ.
 //
 // A tile of kQTile rows is stored as blocks of 16 x 16 in the order of the fragments, so that one instruction of a warp
-// adds to 128 (512 from sm_90 on, four values per lane) contiguous bytes. Block (m, pair) is block m * pairs + pair; its
-// value `i` (0, 1: columns 2t, 2t + 1; 2, 3: columns 8 + 2t, 9 + 2t) of row g + 8 * half is here:
+// adds to 128 (512 from sm_90 on, four values per lane) contiguous bytes. Block (m, pair) is block m * pairs + pair;
+// its value `i` (0, 1: columns 2t, 2t + 1; 2, 3: columns 8 + 2t, 9 + 2t) of row g + 8 * half is here:
 struct DqueryBlock {
   static constexpr int kFloats = 256;
   static FKL_DEVICE int offset(int half, int lane, int i) {
@@ -308,18 +302,16 @@ struct DqueryBlock {
 #endif
   }
   // `left` and `right`: the accumulators of the block's two n tiles.
-  static FKL_DEVICE void add(float* block, int lane, const float (&left)[4],
-                             const float (&right)[4]) {
+  static FKL_DEVICE void add(float* block, int lane, const float (&left)[4], const float (&right)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-      reduce_add_global_4(block + offset(half, lane, 0), left[2 * half], left[2 * half + 1],
-                          right[2 * half], right[2 * half + 1]);
+      reduce_add_global_4(block + offset(half, lane, 0), left[2 * half], left[2 * half + 1], right[2 * half],
+                          right[2 * half + 1]);
 #else
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        reduce_add_global(block + offset(half, lane, i),
-                          i < 2 ? left[2 * half + i] : right[2 * half + i - 2]);
+        reduce_add_global(block + offset(half, lane, i), i < 2 ? left[2 * half + i] : right[2 * half + i - 2]);
       }
 #endif
     }
