@@ -5,6 +5,7 @@ on what the shapes select (docs/cuda.md, section 1), so equal calls give equal b
 which is what compiled kernels are found by.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,24 +106,56 @@ def _glue(
     results: Sequence[str],
 ) -> Glue:
     mask = spec.mask.program if spec.mask else None
-    headers = [*plan.headers, *(["attention/interval.cuh"] if mask else [])]
+    other = plan.unaligned
+    headers = _by_class(
+        [f'#include "{header}"' for header in plan.headers],
+        [f'#include "{header}"' for header in other.headers] if other else None,
+    )
+    kernels = _by_class(
+        _kernels(direction, spec, operands, plan, results),
+        _kernels(direction, spec, operands, other, results) if other else None,
+    )
     lines = [
-        *(f'#include "{header}"' for header in headers),
+        *headers,
+        *(['#include "attention/interval.cuh"'] if mask else []),
         *functor("ScoreMod", score, results),
         *functor("MaskMod", mask, ()),
         '#line 1 "kernels"',
-        *_config(spec, operands, plan, results),
+        *kernels,
     ]
+    unaligned = other.launch if other else None
+    launch = dataclasses.replace(plan.launch, unaligned=unaligned)
+    assert other or not plan.launch.tensor_maps, "TMA reads aligned rows only"
+    return Glue(text="\n".join([*lines, ""]), launch=launch)
+
+
+def _by_class(aligned: list[str], unaligned: list[str] | None) -> list[str]:
+    if unaligned is None:
+        return aligned
+    return ["#if FKL_ALIGNED", *aligned, "#else", *unaligned, "#endif"]
+
+
+def _kernels(
+    direction: str,
+    spec: AttentionSpec,
+    operands: dict[str, Any],
+    plan: Plan,
+    results: Sequence[str],
+) -> list[str]:
+    lines = _config(spec, operands, plan, results)
     for kernel, function in zip(plan.launch.kernels, plan.functions, strict=True):
+        bounds = f"{kernel.threads}"
+        if kernel.blocks_per_processor is not None:
+            bounds += f", {kernel.blocks_per_processor}"
         lines += [
             f"static_assert(fkl::{function}_shared_bytes<Config> == "
             f'{kernel.shared_bytes}, "{function}: the plan has another size");',
-            f'extern "C" __global__ void __launch_bounds__({kernel.threads})',
+            f'extern "C" __global__ void __launch_bounds__({bounds})',
             f"{kernel.name}(const __grid_constant__ fkl::{direction}Params params) {{",
             f"  fkl::{function}<Config, ScoreMod, MaskMod>(params);",
             "}",
         ]
-    return Glue(text="\n".join([*lines, ""]), launch=plan.launch)
+    return lines
 
 
 def _config(

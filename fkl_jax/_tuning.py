@@ -74,12 +74,14 @@ class Plan:
         config: members of the `Config` struct that are the kernels' own: name, value.
         functions: per kernel of `launch`, the device function template it calls.
         launch: the launch record.
+        unaligned: the plan of calls whose rows are not aligned, None: this one.
     """
 
     headers: tuple[str, ...]
     config: tuple[tuple[str, int | bool], ...]
     functions: tuple[str, ...]
     launch: Launch
+    unaligned: "Plan | None" = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

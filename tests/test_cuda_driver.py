@@ -11,7 +11,7 @@ import pytest
 from test_cuda_cache import library_dirs
 
 import fkl_jax
-from fkl_jax._cuda_launch import Kernel, Launch
+from fkl_jax._cuda_launch import Kernel, Launch, TensorMap
 
 try:
     from fkl_jax import _ext
@@ -80,13 +80,13 @@ def _process(tmp_path):
     subprocess.run(command, check=True)
     log = tmp_path / "log"
 
-    def run(glue=GLUE, names=LAUNCH.names, address=1 << 16, **options):
+    def run(glue=GLUE, names=LAUNCH.names, address=1 << 16, launch=LAUNCH, **options):
         environment = {k: v for k, v in options.items() if k.startswith("FAKE_")}
         task = {
             "device": str(Path(fkl_jax.__file__).parent / "device"),
             "dirs": library_dirs(),
             "cache": str(tmp_path / "cache"),
-            "launch": LAUNCH.encode().tolist(),
+            "launch": launch.encode().tolist(),
             "glue": glue,
             "names": names,
             "address": address,
@@ -156,6 +156,24 @@ def test_misaligned_rows_get_kernels_of_their_own(process):
     assert counts["compiled"] == 1
 
 
+def test_classes_have_kernels_and_maps_of_their_own(process):
+    launch = Launch(
+        kernels=(Kernel(name="first", threads=128, rows="q", tile=4, max_blocks=3),),
+        tensor_maps=(TensorMap(array="key", rows=8, columns=64),),
+        unaligned=Launch(kernels=(Kernel(name="second", threads=64),)),
+    )
+    _, _, log = process(launch=launch, names=launch.names)
+    assert log[-5:-1] == [
+        "map 9 4 3",
+        "map sizes 16 2 strides 256",
+        "launch",
+        "kernel first 3 128 0 1",
+    ]
+    _, _, log = process(launch=launch, names=launch.names, address=(1 << 16) + 2)
+    assert log[-2] == "kernel second 2 64 0 1"
+    assert not any(line.startswith("map") for line in log)
+
+
 def test_old_gpu_is_a_sentence(process):
     said, _, log = process(FAKE_ARCH="75")
     assert said == [
@@ -166,7 +184,7 @@ def test_old_gpu_is_a_sentence(process):
 
 def test_gpu_with_little_shared_memory_is_a_sentence(process, monkeypatch):
     encoded = LAUNCH.encode()
-    encoded[7] = 200000
+    encoded[9] = 200000
     monkeypatch.setattr(type(LAUNCH), "encode", lambda self: encoded)
     said, _, _ = process()
     assert "needs 200000 bytes of shared memory per block" in said[0]

@@ -11,6 +11,7 @@ from fkl_jax._cuda_launch import (
     Kernel,
     Launch,
     Sizes,
+    TensorMap,
     backward_workspace_bytes,
     forward_workspace_bytes,
 )
@@ -355,6 +356,57 @@ def test_grids():
     ]
 
 
+TMA_LAUNCH = Launch(
+    kernels=(Kernel(name="k", threads=384, rows="q", tile=2, heads="q", max_blocks=5),),
+    scratch_bytes=256,
+    tensor_maps=(
+        TensorMap(array="query", rows=64, columns=64),
+        TensorMap(array="value", rows=80, columns=32),
+        TensorMap(array="out", rows=64, columns=64),
+    ),
+    unaligned=Launch(kernels=(PER_QUERY_TILE,)),
+)
+
+
+def test_tensor_maps():
+    call = Call(vmap=(2,), batch=(3,))
+    call.operand("value", (3, S, K, HV), lead=(1,))
+    shown = call.forward(TMA_LAUNCH)
+    assert shown["grids"] == [(5, 384, 0)]
+    (params,) = shown["rounds"]
+    assert params["scratch"] and shown["zeroed"] == [(params["scratch"], 256)]
+    assert params["maps"] == [
+        (params["query"]["data"], [H, N, T, 6], [64, 1, 64, 1]),
+        (params["value"]["data"], [HV, K, S, 3], [32, 1, 80, 1]),
+        (params["out"]["data"], [HV, N, T, 6], [64, 1, 64, 1]),
+    ]
+    # The axes cannot be merged: all queries have the same values.
+    assert params["outer_size"] == [2, 3]
+    strides = [s[:2] for s in params["map_outer_stride"][:3]]
+    assert strides == [[3, 1], [0, 1], [3, 1]]
+
+
+def test_tensor_maps_of_later_rounds_end_where_the_array_ends():
+    call = Call(vmap=(2, 2, 2, 2, 2), batch=(3,))  # no two neighbours can be merged
+    call.operand("value", (3, S, K, HV), lead=(2, 1, 2, 1, 2))
+    call.operand("key", (3, S, K, H), lead=(1, 2, 1, 2, 1))
+    rounds = call.forward(TMA_LAUNCH)["rounds"]
+    assert len(rounds) == 4
+    total = 2**5 * 3
+    for index, params in enumerate(rounds):
+        address, dims, _ = params["maps"][0]
+        assert address == params["query"]["data"]
+        assert dims == [H, N, T, total - index * total // 4]
+
+
+def test_unaligned_rows_have_a_launch_of_their_own():
+    call = Call().operand("query", (3, T, N, H), offset=8)
+    shown = call.forward(TMA_LAUNCH)
+    assert shown["grids"] == [(2 * N * 3, 128, 0)]
+    (params,) = shown["rounds"]
+    assert params["maps"] == [] and params["scratch"] == 0
+
+
 def test_too_many_blocks_is_a_sentence():
     call = Call(batch=(1 << 20,), t=1 << 14)
     kernel = Kernel(name="k", threads=32, rows="q", tile=1, heads="q")
@@ -366,12 +418,15 @@ def test_too_many_blocks_is_a_sentence():
     "change, expected",
     [
         (lambda n: [], "it has 0 numbers"),
-        (lambda n: [2, *n[1:]], "format 2, this library reads format 1"),
-        (lambda n: n[:-1], "the length of cuda_launch is 11"),
-        (lambda n: [n[0], 0, *n[2:]], "the number of kernels is 0"),
-        (lambda n: [*n[:2], 999, *n[3:]], "num_splits is 999"),
-        (lambda n: [*n[:6], 0, *n[7:]], "threads is 0"),
-        (lambda n: [*n[:9], 0, *n[10:]], "tile is 0"),
+        (lambda n: [1, *n[1:]], "format 1, this library reads format 2"),
+        (lambda n: n[:-1], "it has 14 numbers, what it describes needs more"),
+        (lambda n: [*n, 7], "it has 16 numbers, what it describes needs 15"),
+        (lambda n: [n[0], 3, *n[2:]], "the number of classes is 3"),
+        (lambda n: [*n[:2], 0, *n[3:]], "the number of kernels is 0"),
+        (lambda n: [*n[:3], 999, *n[4:]], "num_splits is 999"),
+        (lambda n: [*n[:7], 9, *n[8:]], "the number of tensor maps is 9"),
+        (lambda n: [*n[:8], 0, *n[9:]], "threads is 0"),
+        (lambda n: [*n[:11], 0, *n[12:]], "tile is 0"),
     ],
 )
 def test_damaged_record_is_refused(change, expected):

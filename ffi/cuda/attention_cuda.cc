@@ -60,7 +60,7 @@ ffi::Error Execute(void* stream, int32_t device, ffi::RemainingArgs args, ffi::R
   return Guarded([&] {
     const cuda::CallCode code = CodeOf(attributes);
     const AttentionCall call = DecodeCall(args, rets, attributes);
-    cuda::PreparedCall prepared(kDirection, call, code.record());
+    cuda::PreparedCall prepared(kDirection, call, code.records());
     cuda::LaunchCall(code, &prepared, device, static_cast<cuda::Stream>(stream));
   });
 }

@@ -150,6 +150,30 @@ nb::list Show(const VectorParam (&params)[kMaxCaptures]) {
   return shown;
 }
 
+nb::list Show(const TensorMaps& maps) {
+  nb::list shown;
+  for (const auto& strides : maps.outer_stride) {
+    nb::list list;
+    for (const int stride : strides) list.append(stride);
+    shown.append(list);
+  }
+  return shown;
+}
+
+// Address, sizes and box of what is encoded in this round.
+nb::list Show(const std::vector<MapSource>& maps) {
+  nb::list shown;
+  for (const MapSource& map : maps) {
+    nb::list dims, box;
+    for (int axis = 0; axis < 4; ++axis) {
+      dims.append(axis == 3 ? map.num_outer() : map.dims[axis]);
+      box.append(map.box[axis]);
+    }
+    shown.append(nb::make_tuple(Number(*map.data), dims, box));
+  }
+  return shown;
+}
+
 nb::list Show(const std::vector<Memory>& parts) {
   nb::list shown;
   for (const Memory& part : parts) shown.append(nb::make_tuple(Number(part.data), part.bytes));
@@ -237,8 +261,8 @@ nb::dict ParamsForPython(bool is_backward, int64_t num_batch_dims, int64_t block
                          const PythonArrays& operands, const PythonArrays& results,
                          const std::vector<int32_t>& launch) {
   const AttentionCall call(num_batch_dims, {.q = block_q, .kv = block_kv}, ArraysOf(operands), ArraysOf(results));
-  const LaunchRecord record = DecodeLaunch(launch);
-  PreparedCall prepared(is_backward ? Direction::kBackward : Direction::kForward, call, record);
+  const LaunchRecords records = DecodeLaunch(launch);
+  PreparedCall prepared(is_backward ? Direction::kBackward : Direction::kForward, call, records);
   nb::dict shown;
   nb::list grids, rounds;
   for (const Grid& grid : prepared.grids()) {
@@ -251,7 +275,11 @@ nb::dict ParamsForPython(bool is_backward, int64_t num_batch_dims, int64_t block
   shown["zeroed"] = Show(prepared.zeroed());
   for (int64_t round = 0; prepared.has_kernels() && round < prepared.num_rounds(); ++round) {
     prepared.SetRound(round);
-    rounds.append(is_backward ? Show(prepared.backward()) : Show(prepared.forward()));
+    nb::dict params = is_backward ? Show(prepared.backward()) : Show(prepared.forward());
+    const TensorMaps& maps = is_backward ? prepared.backward().maps : prepared.forward().maps;
+    params["maps"] = Show(prepared.maps());
+    params["map_outer_stride"] = Show(maps);
+    rounds.append(params);
   }
   shown["rounds"] = rounds;
   return shown;
@@ -264,7 +292,7 @@ void LaunchForPython(bool is_backward, int64_t num_batch_dims, int64_t block_q, 
   const nb::gil_scoped_release released;
   const AttentionCall call(num_batch_dims, {.q = block_q, .kv = block_kv}, ArraysOf(operands), ArraysOf(results));
   const CallCode code(glue, kernels, "", launch);
-  PreparedCall prepared(is_backward ? Direction::kBackward : Direction::kForward, call, code.record());
+  PreparedCall prepared(is_backward ? Direction::kBackward : Direction::kForward, call, code.records());
   LaunchCall(code, &prepared, 0, nullptr);
 }
 
@@ -276,8 +304,8 @@ double ParamsMicroseconds(bool is_backward, int64_t num_batch_dims, int64_t bloc
   const auto start = std::chrono::steady_clock::now();
   for (int i = 0; i < repeats; ++i) {
     const AttentionCall call(num_batch_dims, {.q = block_q, .kv = block_kv}, given, asked);
-    const LaunchRecord record = DecodeLaunch(launch);
-    PreparedCall(is_backward ? Direction::kBackward : Direction::kForward, call, record).SetRound(0);
+    const LaunchRecords records = DecodeLaunch(launch);
+    PreparedCall(is_backward ? Direction::kBackward : Direction::kForward, call, records).SetRound(0);
   }
   const std::chrono::duration<double, std::micro> passed = std::chrono::steady_clock::now() - start;
   return passed.count() / repeats;

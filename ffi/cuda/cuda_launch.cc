@@ -10,8 +10,8 @@
 namespace fkl::cuda {
 namespace {
 
-constexpr int32_t kFormatVersion = 1;
-constexpr size_t kHeaderNumbers = 6, kKernelNumbers = 6;
+constexpr int32_t kFormatVersion = 2;
+constexpr int kHeaderNumbers = 6, kKernelNumbers = 7, kMapNumbers = 3;
 constexpr int64_t kPartBytes = 256;
 constexpr uintptr_t kRowAlignment = 16;
 constexpr size_t kMaxOuter = static_cast<size_t>(kMaxOuterAxes);
@@ -36,43 +36,87 @@ bool IsRowAligned(const void* first, int64_t row_bytes) {
          static_cast<uintptr_t>(row_bytes) % kRowAlignment == 0;
 }
 
-LaunchRecord DecodeLaunch(std::span<const int32_t> numbers) {
-  if (numbers.size() < kHeaderNumbers) ThrowDamaged("it has " + std::to_string(numbers.size()) + " numbers");
-  if (numbers[0] != kFormatVersion) {
-    throw InvalidCall("cuda_launch has format " + std::to_string(numbers[0]) + ", this library reads format " +
-                      std::to_string(kFormatVersion) + "; trace or export it again with this version of fkl_jax");
+namespace {
+
+// Takes numbers from the front.
+class Reader {
+ public:
+  explicit Reader(std::span<const int32_t> numbers) : numbers_(numbers), rest_(numbers) {}
+
+  std::span<const int32_t> Take(int64_t count) {
+    if (static_cast<int64_t>(rest_.size()) < count) {
+      ThrowDamaged("it has " + std::to_string(numbers_.size()) + " numbers, what it describes needs more");
+    }
+    const auto taken = rest_.first(static_cast<size_t>(count));
+    rest_ = rest_.subspan(static_cast<size_t>(count));
+    return taken;
   }
-  const int64_t num_kernels = numbers[1];
-  CheckRange("the number of kernels", num_kernels, 1, 64);
-  CheckSame("the length of cuda_launch", static_cast<int64_t>(numbers.size()), "what its kernels need",
-            static_cast<int64_t>(kHeaderNumbers) + num_kernels * static_cast<int64_t>(kKernelNumbers));
+  void CheckEnd() const {
+    if (rest_.empty()) return;
+    ThrowDamaged("it has " + std::to_string(numbers_.size()) + " numbers, what it describes needs " +
+                 std::to_string(numbers_.size() - rest_.size()));
+  }
+
+ private:
+  std::span<const int32_t> numbers_, rest_;
+};
+
+LaunchRecord DecodeClass(Reader* reader) {
   constexpr int kMaxInt = std::numeric_limits<int>::max();
+  const auto header = reader->Take(kHeaderNumbers);
+  CheckRange("the number of kernels", header[0], 1, 64);
   LaunchRecord record;
-  record.num_splits = numbers[2];
-  record.q_tile = numbers[3];
-  record.accumulator_head_dim = numbers[4];
+  record.num_splits = header[1];
+  record.q_tile = header[2];
+  record.accumulator_head_dim = header[3];
   CheckRange("num_splits", record.num_splits, 1, kMaxSplits);
   CheckRange("q_tile", record.q_tile, 1, 1 << 16);
   CheckRange("accumulator_head_dim", record.accumulator_head_dim, 0, 1 << 16);
-  CheckRange("scratch", numbers[5], 0, kMaxInt);
-  record.scratch_bytes = numbers[5] * kPartBytes;
-  for (size_t k = 0; k < static_cast<size_t>(num_kernels); ++k) {
-    const auto n = numbers.subspan(kHeaderNumbers + k * kKernelNumbers, kKernelNumbers);
+  CheckRange("scratch", header[4], 0, kMaxInt);
+  CheckRange("the number of tensor maps", header[5], 0, kMaxTensorMaps);
+  record.scratch_bytes = header[4] * kPartBytes;
+  for (int k = 0; k < header[0]; ++k) {
+    const auto n = reader->Take(kKernelNumbers);
     CheckRange("threads", n[0], 1, 1024);
     CheckRange("shared bytes", n[1], 0, 1 << 20);
     CheckRange("rows", n[2], 0, 3);
     CheckRange("tile", n[3], 1, kMaxInt);
     CheckRange("heads", n[4], 0, 2);
     CheckRange("repeat", n[5], 0, 3);
+    CheckRange("max_blocks", n[6], 0, kMaxInt);
     record.kernels.push_back({.threads = n[0],
                               .shared_bytes = n[1],
                               .rows = n[2],
                               .tile = n[3],
                               .heads = n[4],
                               .is_per_outer = (n[5] & 1) != 0,
-                              .is_per_split = (n[5] & 2) != 0});
+                              .is_per_split = (n[5] & 2) != 0,
+                              .max_blocks = n[6]});
+  }
+  for (int m = 0; m < header[5]; ++m) {
+    const auto n = reader->Take(kMapNumbers);
+    CheckRange("the array of a tensor map", n[0], 0, static_cast<int>(MapArray::kDvalue));
+    CheckRange("the rows of a box", n[1], 1, 256);
+    CheckRange("the columns of a box", n[2], 1, 256);
+    record.maps.push_back({.array = static_cast<MapArray>(n[0]), .rows = n[1], .columns = n[2]});
   }
   return record;
+}
+
+}  // namespace
+
+LaunchRecords DecodeLaunch(std::span<const int32_t> numbers) {
+  Reader reader(numbers);
+  const auto first = reader.Take(2);
+  if (first[0] != kFormatVersion) {
+    throw InvalidCall("cuda_launch has format " + std::to_string(first[0]) + ", this library reads format " +
+                      std::to_string(kFormatVersion) + "; trace or export it again with this version of fkl_jax");
+  }
+  CheckRange("the number of classes", first[1], 1, 2);
+  LaunchRecords records;
+  for (int c = 0; c < first[1]; ++c) records.classes.push_back(DecodeClass(&reader));
+  reader.CheckEnd();
+  return records;
 }
 
 // ---- OuterBinder
@@ -139,8 +183,8 @@ void OuterBinder::SetRound(int64_t round) {
 
 // ---- PreparedCall
 
-PreparedCall::PreparedCall(Direction direction, const AttentionCall& call, const LaunchRecord& record)
-    : direction_(direction), call_(call), record_(record), binder_(call) {
+PreparedCall::PreparedCall(Direction direction, const AttentionCall& call, const LaunchRecords& records)
+    : direction_(direction), call_(call), records_(records), binder_(call) {
   const bool is_forward = direction == Direction::kForward;
   is_forward ? call.CheckForwardResults() : call.CheckBackwardResults();
   FillCommon();
@@ -156,6 +200,7 @@ PreparedCall::PreparedCall(Direction direction, const AttentionCall& call, const
   }
   FillWorkspace();
   FillGrids();
+  FillMaps();
 }
 
 void PreparedCall::Bind(VectorParam* param, std::string_view role, const Array* array) {
@@ -271,6 +316,7 @@ void PreparedCall::FillWorkspace() {
     if (is_zeroed && part != nullptr) zeroed_.push_back({part, static_cast<size_t>(bytes_of_round)});
     return part;
   };
+  const LaunchRecord& record = records_.of(is_aligned_);
   const int64_t num_outer = common().num_outer;
   const auto take_rows = [&](int64_t bytes_per_outer, bool is_zeroed) {
     void* part = take(call_.num_outer() * bytes_per_outer, num_outer * bytes_per_outer, is_zeroed);
@@ -279,24 +325,24 @@ void PreparedCall::FillWorkspace() {
   const int64_t heads = call_.num_q_heads();
   void* scratch = nullptr;
   if (direction_ == Direction::kForward) {
-    forward_.num_splits = record_.num_splits;
-    if (record_.num_splits > 1) {
-      const int64_t rows = 4 * record_.num_splits * heads * call_.q_seq_len();
+    forward_.num_splits = record.num_splits;
+    if (record.num_splits > 1) {
+      const int64_t rows = 4 * record.num_splits * heads * call_.q_seq_len();
       forward_.partial_out = take_rows(rows * call_.value_head_dim(), false);
       forward_.partial_lse = take_rows(rows, false);
     }
   } else {
     backward_.padded_q_rows =
-        CheckedInt(RoundUp(call_.q_seq_len(), record_.q_tile), "the padded query length", int64_t{1} << 31);
+        CheckedInt(RoundUp(call_.q_seq_len(), record.q_tile), "the padded query length", int64_t{1} << 31);
     const int64_t rows = 4 * heads * backward_.padded_q_rows;
-    if (record_.accumulator_head_dim > 0) {
-      backward_.dquery_accumulator = take_rows(rows * record_.accumulator_head_dim, true);
+    if (record.accumulator_head_dim > 0) {
+      backward_.dquery_accumulator = take_rows(rows * record.accumulator_head_dim, true);
     }
     backward_.delta = take_rows(rows, false);
     backward_.lse_log2 = take_rows(rows, false);
     if (backward_.dscale_result.data != nullptr) backward_.dscale = take_rows(4, true);
   }
-  if (record_.scratch_bytes > 0) scratch = take(record_.scratch_bytes, record_.scratch_bytes, true);
+  if (record.scratch_bytes > 0) scratch = take(record.scratch_bytes, record.scratch_bytes, true);
   (direction_ == Direction::kForward ? forward_.scratch : backward_.scratch) = scratch;
   const int64_t given = workspace == nullptr ? 0 : Product(workspace->dims);
   if (given < used) {
@@ -312,20 +358,75 @@ void PreparedCall::FillGrids() {
   const int64_t group = call_.num_q_heads() / call_.num_kv_heads();
   const int64_t rows[] = {1, call_.q_seq_len(), call_.kv_seq_len(), call_.q_seq_len() * group};
   const int64_t heads[] = {1, call_.num_q_heads(), call_.num_kv_heads()};
-  for (const KernelRecord& kernel : record_.kernels) {
+  const LaunchRecord& record = records_.of(is_aligned_);
+  for (const KernelRecord& kernel : record.kernels) {
     int64_t blocks = CeilDiv(rows[kernel.rows], kernel.tile) * heads[kernel.heads];
     constexpr int64_t kLargest = std::numeric_limits<int>::max();
     // Each factor is below 2^31, so a product that passed this test cannot overflow the next.
     const auto times = [&](int64_t factor) { blocks = blocks > kLargest ? blocks : blocks * factor; };
     if (kernel.is_per_outer) times(common().num_outer);
-    if (kernel.is_per_split) times(record_.num_splits);
+    if (kernel.is_per_split) times(record.num_splits);
     if (blocks > kLargest) {
       throw InvalidCall("the call has " + std::to_string(blocks) + " blocks or more, CUDA takes " +
                         std::to_string(kLargest) + "; split its batch");
     }
+    if (kernel.max_blocks > 0) blocks = std::min<int64_t>(blocks, kernel.max_blocks);
     grids_.push_back({.blocks = static_cast<unsigned>(std::max<int64_t>(blocks, 1)),
                       .threads = static_cast<unsigned>(kernel.threads),
                       .shared_bytes = static_cast<unsigned>(kernel.shared_bytes)});
+  }
+}
+
+const TensorParam& PreparedCall::ParamOf(MapArray array) const {
+  const bool is_forward = direction_ == Direction::kForward;
+  const CommonParams& common = is_forward ? forward_.common : backward_.common;
+  switch (array) {
+    case MapArray::kQuery: return common.query;
+    case MapArray::kKey: return common.key;
+    case MapArray::kValue: return common.value;
+    case MapArray::kOut: return is_forward ? forward_.out : backward_.out;
+    case MapArray::kDout: return backward_.dout;
+    case MapArray::kDquery: return backward_.dquery;
+    case MapArray::kDkey: return backward_.dkey;
+    case MapArray::kDvalue: return backward_.dvalue;
+  }
+  ThrowDamaged("a tensor map of no array");
+}
+
+const Array* PreparedCall::ArrayOf(MapArray array) const {
+  switch (array) {
+    case MapArray::kQuery: return call_.Operand("query");
+    case MapArray::kKey: return call_.Operand("key");
+    case MapArray::kValue: return call_.Operand("value");
+    case MapArray::kOut: return direction_ == Direction::kForward ? call_.Result("out") : call_.Operand("out");
+    case MapArray::kDout: return call_.Operand("dout");
+    case MapArray::kDquery: return call_.Result("query");
+    case MapArray::kDkey: return call_.Result("key");
+    case MapArray::kDvalue: return call_.Result("value");
+  }
+  return nullptr;
+}
+
+void PreparedCall::FillMaps() {
+  const std::vector<MapRecord>& records = records_.of(is_aligned_).maps;
+  TensorMaps& maps = direction_ == Direction::kForward ? forward_.maps : backward_.maps;
+  for (size_t m = 0; m < records.size(); ++m) {
+    const Array* array = ArrayOf(records[m].array);
+    if (array == nullptr || Product(array->dims) == 0) continue;  // nobody reads it
+    const TensorParam& param = ParamOf(records[m].array);
+    const size_t rank = array->dims.size();
+    const int64_t columns = array->dims[rank - 1], heads = array->dims[rank - 2], rows = array->dims[rank - 3];
+    const int64_t outer_elements = columns * heads * rows;
+    for (size_t axis = 0; axis < kMaxOuter; ++axis) {
+      maps.outer_stride[m][axis] =
+          CheckedInt(param.outer_stride[axis] / outer_elements, "a batch or vmap axis", int64_t{1} << 31);
+    }
+    maps_.push_back({.map = &maps.map[m],
+                     .data = &param.data,
+                     .first = static_cast<char*>(array->data),
+                     .dtype = array->dtype,
+                     .dims = {columns, heads, rows, Product(array->dims) / outer_elements},
+                     .box = {records[m].columns, 1, records[m].rows, 1}});
   }
 }
 

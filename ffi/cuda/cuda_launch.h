@@ -23,17 +23,33 @@ struct KernelRecord {
   int tile;
   int heads;  // 0: one, 1: query heads, 2: key/value heads
   bool is_per_outer, is_per_split;
+  int max_blocks;  // 0: any
 };
 
+// Arrays that TMA may read or write, in the order of their numbers in a record.
+enum class MapArray : int { kQuery, kKey, kValue, kOut, kDout, kDquery, kDkey, kDvalue };
+
+struct MapRecord {
+  MapArray array;
+  int rows, columns;  // of a box
+};
+
+// Of one alignment class.
 struct LaunchRecord {
   int num_splits = 1;
   int q_tile = 1;
   int accumulator_head_dim = 0;
   int64_t scratch_bytes = 0;
   std::vector<KernelRecord> kernels;
+  std::vector<MapRecord> maps;
+};
+struct LaunchRecords {
+  std::vector<LaunchRecord> classes;  // one for all calls, or those with aligned rows and the others
+
+  const LaunchRecord& of(bool aligned) const { return aligned ? classes.front() : classes.back(); }
 };
 // Throws InvalidCall if the numbers are no such record.
-LaunchRecord DecodeLaunch(std::span<const int32_t> numbers);
+LaunchRecords DecodeLaunch(std::span<const int32_t> numbers);
 
 struct Memory {
   void* data;
@@ -43,6 +59,20 @@ struct Memory {
 // Whether vectors of 16 bytes may be read from every row: they lie one after the other, so all of them are aligned if
 // the first is and a row is a multiple.
 bool IsRowAligned(const void* first, int64_t row_bytes);
+
+// What a tensor map is made from. Axes: column, head, row, outer element of the array.
+struct MapSource {
+  TensorMap* map;
+  void* const* data;  // where the array starts in this round
+  char* first;        // and in the call
+  DType dtype;
+  int64_t dims[4];
+  int64_t box[4];
+
+  int64_t outer_bytes() const { return dims[0] * dims[1] * dims[2] * SizeOf(dtype); }
+  // Outer elements from this round's start on.
+  int64_t num_outer() const { return dims[3] - (static_cast<char*>(*data) - first) / outer_bytes(); }
+};
 
 // Connects arrays to members of a parameter struct: strides once, addresses anew in every round.
 class OuterBinder {
@@ -86,7 +116,7 @@ struct Grid {
 // A call ready to be launched. The parameters point into the object: it stays where it is.
 class PreparedCall {
  public:
-  PreparedCall(Direction direction, const AttentionCall& call, const LaunchRecord& record);
+  PreparedCall(Direction direction, const AttentionCall& call, const LaunchRecords& records);
   PreparedCall(const PreparedCall&) = delete;
   PreparedCall& operator=(const PreparedCall&) = delete;
 
@@ -98,6 +128,7 @@ class PreparedCall {
   const ForwardParams& forward() const { return forward_; }
   const BackwardParams& backward() const { return backward_; }
   const std::vector<Grid>& grids() const { return grids_; }                // by kernel, of every round
+  const std::vector<MapSource>& maps() const { return maps_; }             // to be made in every round
   const std::vector<Memory>& zeroed_once() const { return zeroed_once_; }  // before the first round
   const std::vector<Memory>& zeroed() const { return zeroed_; }            // before every round
 
@@ -108,6 +139,9 @@ class PreparedCall {
   void FillBackward();
   void FillWorkspace();
   void FillGrids();
+  void FillMaps();
+  const TensorParam& ParamOf(MapArray array) const;
+  const Array* ArrayOf(MapArray array) const;
   void Bind(VectorParam* param, std::string_view role, const Array* array);
   void BindRows(TensorParam* param, std::string_view role, const Array* array);
   void BindBias(TensorParam* param, long long* column_stride, const Array* array);
@@ -115,13 +149,14 @@ class PreparedCall {
 
   const Direction direction_;
   const AttentionCall& call_;
-  const LaunchRecord& record_;
+  const LaunchRecords& records_;
   OuterBinder binder_;
   ForwardParams forward_ = {};
   BackwardParams backward_ = {};
   bool has_kernels_ = false;
   bool is_aligned_ = true;
   std::vector<Grid> grids_;
+  std::vector<MapSource> maps_;
   std::vector<Memory> zeroed_once_, zeroed_;
 };
 

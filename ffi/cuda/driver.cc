@@ -65,6 +65,9 @@ void OpenDriver(Driver* driver) {
   FKL_FIND(handle, driver, cuLaunchKernel);
   FKL_FIND(handle, driver, cuMemsetD8Async);
   FKL_FIND(handle, driver, cuThreadExchangeStreamCaptureMode);
+  // Not required: only kernels for 9.0 ask for maps.
+  driver->cuTensorMapEncodeTiled =
+      reinterpret_cast<decltype(driver->cuTensorMapEncodeTiled)>(dlsym(handle, "cuTensorMapEncodeTiled"));
   driver->Check(driver->cuInit(0), "cuInit");
   driver->Check(driver->cuDriverGetVersion(&driver->version), "cuDriverGetVersion");
 }

@@ -34,6 +34,9 @@ using Function = FunctionHandle*;
 using Stream = StreamHandle*;
 using Program = ProgramHandle*;
 
+struct TensorMapHandle;
+using TensorMapPtr = TensorMapHandle*;  // 128 bytes, aligned to 64
+
 // Numbers of the driver's enumerations.
 enum DeviceAttribute : int {
   kMultiprocessorCount = 16,
@@ -42,6 +45,9 @@ enum DeviceAttribute : int {
   kMaxSharedMemoryPerBlockOptin = 97,
 };
 enum FunctionAttribute : int { kMaxDynamicSharedSizeBytes = 8 };
+enum TensorMapDataType : int { kTensorMapFloat16 = 6, kTensorMapFloat32 = 7, kTensorMapBFloat16 = 9 };
+enum TensorMapSwizzle : int { kSwizzleNone = 0, kSwizzle32 = 1, kSwizzle64 = 2, kSwizzle128 = 3 };
+enum TensorMapL2Promotion : int { kL2Promotion128 = 2 };
 enum StreamCaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRelaxed = 2 };
 
 struct Driver {
@@ -66,6 +72,11 @@ struct Driver {
                            void** extra);
   Result (*cuMemsetD8Async)(DevicePtr, unsigned char, size_t, Stream);
   Result (*cuThreadExchangeStreamCaptureMode)(int*);
+  // Of CUDA 12 and newer; null in older drivers.
+  Result (*cuTensorMapEncodeTiled)(TensorMapPtr, int data_type, unsigned rank, void* address,
+                                   const unsigned long long* dims, const unsigned long long* strides,
+                                   const unsigned* box, const unsigned* element_strides, int interleave, int swizzle,
+                                   int l2_promotion, int out_of_bounds_fill);
 
   int version = 0;  // 12040 is CUDA 12.4
 

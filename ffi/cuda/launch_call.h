@@ -19,14 +19,19 @@ class CallCode {
   // `origin` is the call's specification, for error texts.
   CallCode(std::string_view glue, std::string_view names, std::string_view origin, std::span<const int32_t> launch);
 
-  const LaunchRecord& record() const { return record_; }
+  const LaunchRecords& records() const { return records_; }
   // Loads them at the first call. The device's context must be current.
   const LoadedKernels& Load(bool aligned, int device) const;
 
  private:
-  std::string_view glue_, names_, origin_;
-  LaunchRecord record_;
-  std::vector<int> shared_bytes_;
+  struct KernelNames {
+    std::string_view names;
+    std::vector<int> shared_bytes;
+  };
+
+  std::string_view glue_, origin_;
+  LaunchRecords records_;
+  std::vector<KernelNames> classes_;  // as in the records
 };
 
 // Zeroes what the kernels expect to be zero and launches them: no allocation on the device, no synchronisation.

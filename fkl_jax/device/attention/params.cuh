@@ -11,6 +11,7 @@ namespace fkl {
 constexpr int kMaxOuterAxes = 4;
 constexpr int kMaxCaptures = 12;
 constexpr int kMaxSplits = 128;
+constexpr int kMaxTensorMaps = 8;
 
 // An array per outer element; strides in elements.
 struct VectorParam {
@@ -24,6 +25,18 @@ struct TensorParam {
   long long outer_stride[kMaxOuterAxes];
   long long head_stride;
   long long row_stride;
+};
+
+// How TMA finds its way in an array: made by the driver, read by its instructions only.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+// The maps that the glue's Launch asked for, in its order. Axes: column, head, row, outer element of the array; what
+// lies outside is read as zero and not written.
+struct TensorMaps {
+  TensorMap map[kMaxTensorMaps];
+  int outer_stride[kMaxTensorMaps][kMaxOuterAxes];  // from the call's outer axes to the last coordinate
 };
 
 struct CommonParams {
@@ -58,6 +71,7 @@ struct ForwardParams {
   float* partial_out;  // [num_splits][num_outer * num_q_heads][q_seq_len][value_head_dim]
   float* partial_lse;  // [num_splits][num_outer * num_q_heads][q_seq_len]
   void* scratch;       // what the glue's Launch asked for, zeroed before the first kernel; null if nothing
+  TensorMaps maps;     // unset without a request, and of arrays without elements
 };
 
 struct BackwardParams {
@@ -75,6 +89,7 @@ struct BackwardParams {
   long long dbias_column_stride;
   VectorParam dcaptures[kMaxCaptures];  // float; null data: not asked for
   void* scratch;                        // as in ForwardParams
+  TensorMaps maps;                      // likewise
 };
 
 // The host says how large it takes the structs to be, so that headers of another version cannot misread its arguments.
