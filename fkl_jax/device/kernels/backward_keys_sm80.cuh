@@ -277,34 +277,6 @@ struct BackwardKeys {
   }
 };
 
-// Which keys a block owns. Blocks that run together share few heads, whose queries stay in the L2 cache; within such a
-// section the first keys come first: under a causal mask they have the most work.
-struct KeyBlock {
-  int tile, kv_head;
-  long long outer;
-
-  static FKL_DEVICE KeyBlock of(const CommonParams& params, unsigned block, int num_tiles, int bytes_per_row) {
-    constexpr long long kSectionBytes = 32 << 20;
-    const long long heads = params.num_outer * params.num_kv_heads;
-    const long long head_bytes =
-        static_cast<long long>(params.num_q_heads / params.num_kv_heads) * params.q_seq_len * bytes_per_row;
-    const long long section = head_bytes * heads <= kSectionBytes ? heads
-                              : head_bytes >= kSectionBytes       ? 1
-                                                                  : kSectionBytes / head_bytes;
-    const unsigned blocks_per_section = static_cast<unsigned>(section * num_tiles);
-    const unsigned section_index = block / blocks_per_section;
-    const unsigned rest = block % blocks_per_section;
-    const long long first_head = section_index * section;
-    const unsigned section_heads = static_cast<unsigned>(heads - first_head < section ? heads - first_head : section);
-    const long long head = first_head + rest % section_heads;
-    KeyBlock result;
-    result.tile = static_cast<int>(rest / section_heads);
-    result.kv_head = static_cast<int>(head % params.num_kv_heads);
-    result.outer = head / params.num_kv_heads;
-    return result;
-  }
-};
-
 template <class Config, class ScoreMod, class MaskMod>
 FKL_DEVICE void backward_keys_sm80(const BackwardParams& params) {
   using Kernel = BackwardKeys<Config, ScoreMod, MaskMod>;

@@ -65,12 +65,9 @@ FKL_DEVICE float chunk_dot(const Chunk16& a, const Chunk16& b) {
 
 constexpr int kBackwardRowThreads = 128;
 
-template <class Config>
-constexpr int backward_preprocess_sm80_shared_bytes = 0;
-
-// lse_log2 and delta of kQTile rows; eight lanes share a row.
-template <class Config, class ScoreMod, class MaskMod>
-FKL_DEVICE void backward_preprocess_sm80(const BackwardParams& params) {
+// lse_log2 and delta of kQTile rows; eight lanes share a row. `store(row, lse_log2, delta, is_marked)`.
+template <class Config, class Store>
+FKL_DEVICE void preprocess_rows(const BackwardParams& params, Store store) {
   using Element = typename Config::Element;
   constexpr int kLanesPerRow = 8, kRowsAtOnce = kBackwardRowThreads / kLanesPerRow;
   constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Element));
@@ -122,11 +119,19 @@ FKL_DEVICE void backward_preprocess_sm80(const BackwardParams& params) {
       lse_log2 = is_marked ? not_a_number() : row_lse * kLog2e;
       delta = sum - (dlse == nullptr ? 0.0f : dlse[head_rows + q]);
     }
-    if (lane == 0) {
-      params.lse_log2[row0 + q] = lse_log2;
-      params.delta[row0 + q] = delta;
-    }
+    if (lane == 0) store(row0 + q, lse_log2, delta, is_marked);
   }
+}
+
+template <class Config>
+constexpr int backward_preprocess_sm80_shared_bytes = 0;
+
+template <class Config, class ScoreMod, class MaskMod>
+FKL_DEVICE void backward_preprocess_sm80(const BackwardParams& params) {
+  preprocess_rows<Config>(params, [&](long long row, float lse_log2, float delta, bool) {
+    params.lse_log2[row] = lse_log2;
+    params.delta[row] = delta;
+  });
 }
 
 // The sum over a block, in thread 0; always in the same order.
@@ -141,12 +146,16 @@ FKL_DEVICE float block_sum(float value, float* shared) {
   return sum;
 }
 
+// How the tiles of the accumulator are stored: columns of a row, and the number of block (m, n).
 template <class Config>
-constexpr int backward_finish_sm80_shared_bytes = 4 * (kBackwardRowThreads / kWarpSize);
+struct DqueryOrder {
+  static constexpr int kColumns = Config::kHeadDim;
+  static FKL_DEVICE int index(int m, int n) { return m * (kColumns / 16) + n; }
+};
 
 // dQ from the float accumulator, times the scale, and dscale = sum of q . (dS K), which is right for a scale of 0 too.
-template <class Config, class ScoreMod, class MaskMod>
-FKL_DEVICE void backward_finish_sm80(const BackwardParams& params) {
+template <class Config, class Order>
+FKL_DEVICE void finish_rows(const BackwardParams& params) {
   using Element = typename Config::Element;
   constexpr int kBlocksN = Config::kHeadDim / 16, kBlocks = Config::kQTile / 16 * kBlocksN;
   constexpr int kWarps = kBackwardRowThreads / kWarpSize;
@@ -156,7 +165,7 @@ FKL_DEVICE void backward_finish_sm80(const BackwardParams& params) {
   const OuterIndex outer = outer_index(common, block.outer);
   const int q_first = block.tile * Config::kQTile;
   const float* accumulator =
-      params.dquery_accumulator + (padded_row(params, block.outer, block.head) + q_first) * Config::kHeadDim;
+      params.dquery_accumulator + (padded_row(params, block.outer, block.head) + q_first) * Order::kColumns;
   Element* dquery = at_outer<Element>(params.dquery, outer, block.head);
   const float scale = *at_outer<const float>(common.scale, outer);
   const int lane = lane_index();
@@ -167,9 +176,8 @@ FKL_DEVICE void backward_finish_sm80(const BackwardParams& params) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float value[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        value[i] = accumulator[index * DqueryBlock::kFloats + DqueryBlock::offset(half, lane, i)];
+      DqueryBlock::load(accumulator + Order::index(index / kBlocksN, index % kBlocksN) * DqueryBlock::kFloats, half, lane,
+                        value);
       const int q = q_first + index / kBlocksN * 16 + lane / 4 + 8 * half;
       if (q >= common.q_seq_len) continue;
 #pragma unroll
@@ -196,6 +204,14 @@ FKL_DEVICE void backward_finish_sm80(const BackwardParams& params) {
     const float sum = block_sum<kWarps>(dscale, backward_finish_shared);
     if (threadIdx.x == 0) reduce_add_global(at_outer<float>(params.dscale_result, outer), sum);
   }
+}
+
+template <class Config>
+constexpr int backward_finish_sm80_shared_bytes = 4 * (kBackwardRowThreads / kWarpSize);
+
+template <class Config, class ScoreMod, class MaskMod>
+FKL_DEVICE void backward_finish_sm80(const BackwardParams& params) {
+  finish_rows<Config, DqueryOrder<Config>>(params);
 }
 
 template <class Config>
