@@ -7,18 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-try:
-    from fkl_jax import _ext
-except ImportError:
-    _ext = None
-
-pytestmark = pytest.mark.skipif(_ext is None, reason="the extension is not built")
+from fkl_jax import _ext
 
 FWD, BWD = "fkl_attention_fwd", "fkl_attention_bwd"
-if _ext is not None:
-    for _name, _handler in _ext.handlers()["cpu"].items():
-        jax.ffi.register_ffi_target(_name, _handler, platform="cpu")
-    OPS = {name: number for number, name in enumerate(_ext.program_ops())}
+OPS = {name: number for number, name in enumerate(_ext.program_ops())}
 
 F32, I32, BOOL = 0, 1, 2
 SCORE, B, H, Q, KV, CT = range(6)
@@ -166,7 +158,7 @@ def oracle(case, dout=None, dlse=None):
     """out, lse and the gradients by role in float64, with NumPy's broadcasting."""
     vmap, batch, (t, n, _), (s, k, _), _ = case.sizes()
     ops = {
-        r: np.asarray(x.astype(jnp.float64) if x.dtype.kind == "V" else x)
+        r: np.asarray(x).astype(np.float64) if x.dtype.kind == "V" else np.asarray(x)
         for r, x in case.operands.items()
     }
     nv, nb = len(vmap), len(batch)
@@ -401,6 +393,12 @@ def check(seed):
     again = case.backward(out, lse, dout, dlse)
     for role, grad in grads.items():
         wide = role in ("scale", "bias", "capture.0")
-        scale = 10 if wide else 3
+        # Sums over everything of terms that each carry half an ulp of the stored out.
+        scale = (10 if eps < 1e-4 else 40) if wide else 3
         assert_close(grad, expected[role].reshape(grad.shape), scale * eps, role)
         assert np.array_equal(np.asarray(grad), np.asarray(again[role])), role
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_calls(seed):
+    check(seed)

@@ -389,7 +389,7 @@ def test_stop_gradient_in_a_score_mod(backend):
         )
 
     # Adding a constant to all scores changes nothing, so its gradient is 0.
-    np.testing.assert_allclose(jax.grad(loss)(jnp.float32(0.7)), 0.0, atol=1e-5)
+    np.testing.assert_allclose(jax.grad(loss)(jnp.float32(0.7)), 0.0, atol=2e-4)
 
 
 # ------------------------------------------------------------------ buffers and memory
