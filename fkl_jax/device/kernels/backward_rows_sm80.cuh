@@ -176,8 +176,8 @@ FKL_DEVICE void finish_rows(const BackwardParams& params) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float value[4];
-      DqueryBlock::load(accumulator + Order::index(index / kBlocksN, index % kBlocksN) * DqueryBlock::kFloats, half, lane,
-                        value);
+      DqueryBlock::load(accumulator + Order::index(index / kBlocksN, index % kBlocksN) * DqueryBlock::kFloats, half,
+                        lane, value);
       const int q = q_first + index / kBlocksN * 16 + lane / 4 + 8 * half;
       if (q >= common.q_seq_len) continue;
 #pragma unroll
