@@ -99,8 +99,9 @@ def _sweep(examples: int, part: int):
     return test
 
 
-test_random_configurations_0 = _sweep(75, 0)
-test_random_configurations_1 = _sweep(75, 1)
-test_random_configurations_2 = _sweep(75, 2)
-test_random_configurations_3 = _sweep(75, 3)
-test_many_random_configurations = pytest.mark.long(_sweep(2000, 4))
+for _part in range(10):
+    globals()[f"test_random_configurations_{_part}"] = _sweep(32, _part)
+for _part in range(20):
+    globals()[f"test_many_random_configurations_{_part}"] = pytest.mark.long(
+        _sweep(100, 100 + _part)
+    )
