@@ -1,20 +1,26 @@
-"""Which forward kernels a call gets on compute capability 8.0 and newer.
+"""Which forward kernels a call gets.
 
 Few query rows go to the decoding kernel, which splits the keys over blocks if there
-are too few of them; everything else to the tiled kernel.
+are too few of them; everything else to a tiled kernel: that of compute capability 9.0
+where it can be used, else that of 8.0 and newer.
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from fkl_jax._cuda_launch import Kernel, Launch
+from fkl_jax._cuda_launch import Kernel, Launch, TensorMap
 from fkl_jax._tuning import Plan, TuneKey
 
 MAX_HEAD_DIM = 256
 _MAX_SPLITS = 128  # kMaxSplits of device/attention/params.cuh
 _STATE_BYTES = 1024  # kMaxStateBytes of device/kernels/forward_sm80.cuh
 _WALK_BYTES = 64  # kMaxWalkBytes
+_WORK_BYTES = 1024  # kMaxWorkBytes of device/kernels/forward_sm90.cuh
+_SWIZZLE_COLUMNS, _SWIZZLE_BYTES, _SWIZZLE_ALIGNMENT = 64, 128, 1024
+_WARPGROUP_ROWS, _WARPGROUP_THREADS = 64, 128
+# Below, most of what the tensor cores of 9.0 would multiply is padding.
+_MIN_HEAD_DIM_90 = 48
 _COMBINE_WARPS = 4  # kCombineWarps of device/kernels/combine_splits.cuh
 # Of query rows times heads that share keys; above, tiles of the other kernel are full.
 _MAX_DECODE_ROWS = 64
@@ -74,6 +80,42 @@ class DecodeTile:
         return max(load, merge)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardTile90:
+    """Tile of `device/kernels/forward_sm90.cuh`.
+
+    Attributes:
+        q: query rows, 64 per warpgroup of consumers.
+        kv: keys.
+        stages: tiles of keys and values in shared memory.
+        out_buffer: the result has memory of its own, so that Q of the next tile is
+            loaded during the last products of this one.
+        persistent: blocks fetch query tiles until there is none; needs `out_buffer`.
+    """
+
+    q: int
+    kv: int
+    stages: int
+    out_buffer: bool = True
+    persistent: bool = True
+
+    @property
+    def threads(self) -> int:
+        return (self.q // _WARPGROUP_ROWS + 1) * _WARPGROUP_THREADS
+
+    def shared_bytes(self, head_dim: int, value_head_dim: int) -> int:
+        head, value = (
+            -(-dim // _SWIZZLE_COLUMNS) * _SWIZZLE_BYTES
+            for dim in (head_dim, value_head_dim)
+        )
+        tiles = self.q * head + self.stages * self.kv * (head + value)
+        out = self.q * value if self.out_buffer else 0
+        works = 2 if self.persistent else 1
+        barriers = 2 * self.q // _WARPGROUP_ROWS + 5 * self.stages + 2 * works
+        words = -(-8 * (barriers + self.stages) // 16) * 16 + 32 * self.stages
+        return _SWIZZLE_ALIGNMENT + tiles + out + works * _WORK_BYTES + words
+
+
 _Tile = TypeVar("_Tile", ForwardTile, DecodeTile)
 _Shape = tuple[int, int, int, int, bool]
 
@@ -117,6 +159,35 @@ _MODIFIED_TILES: dict[int, tuple[tuple[int, tuple[ForwardTile, ...]], ...]] = {
     ),
     4: _FORWARD_TILES[4],
 }
+# By the wider of the two head dims, without and with a bias (its loads take registers).
+# Accumulators, two sets of P and the registers of the producer fill the register file.
+_FORWARD_TILES_90: tuple[tuple[int, ForwardTile90, ForwardTile90], ...] = (
+    (
+        64,
+        ForwardTile90(q=192, kv=112, stages=4),
+        ForwardTile90(q=192, kv=64, stages=4),
+    ),
+    (
+        96,
+        ForwardTile90(q=128, kv=144, stages=2),
+        ForwardTile90(q=128, kv=64, stages=4),
+    ),
+    (
+        128,
+        ForwardTile90(q=128, kv=128, stages=2),
+        ForwardTile90(q=128, kv=64, stages=4),
+    ),
+    (
+        192,
+        ForwardTile90(q=128, kv=112, stages=2),
+        ForwardTile90(q=128, kv=64, stages=3, out_buffer=False),
+    ),
+    (
+        256,
+        ForwardTile90(q=128, kv=80, stages=2, out_buffer=False),
+        ForwardTile90(q=128, kv=64, stages=2, out_buffer=False),
+    ),
+)
 _DECODE_TILES: dict[int, tuple[tuple[int, tuple[DecodeTile, ...]], ...]] = {
     2: (
         (64, _decode((16, 128, 4, 3, True))),
@@ -145,7 +216,9 @@ def choose(key: TuneKey) -> Plan:
     packed = key.group if key.merged_query else 1
     if key.q_seq_len * packed <= _MAX_DECODE_ROWS:
         return decode_plan(key, _first_that_fits(key, decode_tiles(key)))
-    return forward_plan(key, _first_that_fits(key, forward_tiles(key)))
+    plan = forward_plan(key, _first_that_fits(key, forward_tiles(key)))
+    tile = forward_tile_90(key)
+    return plan if tile is None else forward_plan_90(key, tile, unaligned=plan)
 
 
 def forward_plan(key: TuneKey, tile: ForwardTile) -> Plan:
@@ -163,6 +236,49 @@ def forward_plan(key: TuneKey, tile: ForwardTile) -> Plan:
         config=_config(tile, num_splits=1),
         functions=("forward_sm80",),
         launch=Launch(kernels=(kernel,)),
+    )
+
+
+def forward_plan_90(key: TuneKey, tile: ForwardTile90, unaligned: Plan) -> Plan:
+    """The plan of the tiled kernel of compute capability 9.0.
+
+    TMA reads what is aligned; `unaligned` is for the other calls.
+    """
+    kernel = Kernel(
+        name="forward",
+        threads=tile.threads,
+        shared_bytes=tile.shared_bytes(key.head_dim, key.value_head_dim),
+        rows="q",
+        tile=tile.q,
+        heads="q",
+        max_blocks=key.num_multiprocessors if tile.persistent else None,
+        blocks_per_processor=1,
+    )
+    boxes = (
+        ("query", _WARPGROUP_ROWS),
+        ("key", tile.kv),
+        ("value", tile.kv),
+        ("out", _WARPGROUP_ROWS),
+    )
+    return Plan(
+        headers=("kernels/forward_sm90.cuh",),
+        config=(
+            ("kQTile", tile.q),
+            ("kKvTile", tile.kv),
+            ("kNumStages", tile.stages),
+            ("kHasOutBuffer", tile.out_buffer),
+            ("kIsPersistent", tile.persistent),
+        ),
+        functions=("forward_sm90",),
+        launch=Launch(
+            kernels=(kernel,),
+            scratch_bytes=4 if tile.persistent else 0,
+            tensor_maps=tuple(
+                TensorMap(array=array, rows=rows, columns=_SWIZZLE_COLUMNS)
+                for array, rows in boxes
+            ),
+        ),
+        unaligned=unaligned,
     )
 
 
@@ -211,6 +327,29 @@ def forward_tiles(key: TuneKey) -> Iterator[ForwardTile]:
             yield from tiles[-1:] if is_tight else tiles
 
 
+def forward_tile_90(key: TuneKey) -> ForwardTile90 | None:
+    """The tile of the kernel of 9.0, None: it cannot take the call."""
+    wider = max(key.head_dim, key.value_head_dim)
+    if key.arch != 90 or _itemsize(key) != 2 or wider < _MIN_HEAD_DIM_90:
+        return None
+    for largest, tile, with_bias in _FORWARD_TILES_90:
+        if wider > largest:
+            continue
+        tile = with_bias if key.has_bias else tile
+        # A wide result fits in the place of a wide query only.
+        fits = tile.shared_bytes(key.head_dim, key.value_head_dim)
+        if tile.out_buffer and fits > key.max_shared_bytes:
+            tile = dataclasses.replace(tile, out_buffer=False)
+        if not tile.out_buffer and key.value_head_dim > _columns(key.head_dim):
+            return None
+        num_tiles = -(-key.q_seq_len // tile.q) * key.num_heads
+        persistent = tile.out_buffer and num_tiles > key.num_multiprocessors
+        tile = dataclasses.replace(tile, persistent=persistent)
+        fits = tile.shared_bytes(key.head_dim, key.value_head_dim)
+        return tile if fits <= key.max_shared_bytes else None
+    return None
+
+
 def decode_tiles(key: TuneKey) -> Iterator[DecodeTile]:
     """Tiles of the decoding kernel for a key, the best first."""
     wider = max(key.head_dim, key.value_head_dim)
@@ -249,6 +388,10 @@ def _config(
         ("kQueryInRegisters", tile.query_in_registers),
         ("kIsSplit", num_splits > 1),
     )
+
+
+def _columns(dim: int) -> int:
+    return -(-dim // _SWIZZLE_COLUMNS) * _SWIZZLE_COLUMNS
 
 
 def _itemsize(key: TuneKey) -> int:

@@ -122,6 +122,37 @@ def test_every_head_dim_has_a_plan_within_the_limits_of_the_device(
                 assert kernel.threads <= 1024
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tma_is_for_aligned_rows_of_16_bits_on_9_0(dtype):
+    key = dataclasses.replace(KEY, dtype=dtype)
+    elsewhere = choose_plan(key)
+    assert elsewhere.unaligned is None and not elsewhere.launch.tensor_maps
+    here = dataclasses.replace(
+        key, **dataclasses.asdict(cuda_calls.gpu("sm_90a")), num_heads=4
+    )
+    plan = choose_plan(here)
+    if dtype == "float32":
+        assert plan.unaligned is None
+        return
+    assert plan.functions == ("forward_sm90",)
+    assert [m.array for m in plan.launch.tensor_maps] == [
+        "query",
+        "key",
+        "value",
+        "out",
+    ]
+    assert plan.unaligned is not None and not plan.unaligned.launch.tensor_maps
+    assert plan.unaligned.functions == ("forward_sm80",)
+    # A tile for every block, or as many blocks as there are multiprocessors.
+    assert plan.launch.kernels[0].max_blocks is None
+    assert plan.launch.scratch_bytes == 0
+    many = choose_plan(dataclasses.replace(here, num_heads=64))
+    assert many.launch.kernels[0].max_blocks == 132
+    assert many.launch.scratch_bytes > 0
+    few_rows = choose_plan(dataclasses.replace(here, q_seq_len=16))
+    assert few_rows.functions[0] == "decode_sm80"
+
+
 def test_the_key_says_what_a_call_has():
     plain = _key(cuda_calls.calls(Case())[0])
     assert not (plain.has_mask or plain.has_bias or plain.has_score_program)

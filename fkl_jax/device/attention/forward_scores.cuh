@@ -83,36 +83,54 @@ struct ForwardScores {
  private:
   template <bool kIsMixed, int kMTiles, int kTiles, class RowOf>
   FKL_DEVICE void modify(float (&acc_s)[kMTiles][kTiles][4], RowOf row_of, int kv_first) const {
+    // Two rows at once share what depends on the key; of more the state takes too many registers.
+    constexpr int kRows = kMTiles == 1 ? 2 : 1;
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int q = row_of(m, half);
-        typename Mask::Row mask_row;
-        if constexpr (kIsMixed) mask_row = mask.bind_row(q);
-        typename ScoreMod::Row mod_row;
-        if constexpr (!ScoreMod::kIsIdentity) mod_row = mod_.bind_row(mod_head_, wrapping_add(q, q_offset_));
-        const BiasElement* bias = nullptr;
-        if constexpr (Config::kHasBias) bias = bias_ + q * bias_row_stride_;
+      for (int first = 0; first < 2; first += kRows) {
+        BoundRow rows[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) rows[r] = bind_row<kIsMixed>(row_of(m, first + r));
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int kv = kv_first + 8 * tile + i;
-            float& score = acc_s[m][tile][2 * half + i];
-            // Selected: the score of a dead element may be NaN, and its bias may lie outside the array.
-            if (kIsMixed && !mask.live(mask_row, q, kv)) {
-              score = -infinity();
-            } else if constexpr (!kIsPlain) {
-              score *= factor_;
-              if constexpr (Config::kHasBias) score += load_bias(bias + kv * bias_column_stride_);
-              if constexpr (!ScoreMod::kIsIdentity)
-                score = mod_.score(mod_head_, mod_row, score, wrapping_add(kv, kv_offset_));
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+              float& score = acc_s[m][tile][2 * (first + r) + i];
+              // Selected: the score of a dead element may be NaN, and its bias may lie outside the array.
+              if (kIsMixed && !mask.live(rows[r].mask, rows[r].q, kv)) {
+                score = -infinity();
+              } else if constexpr (!kIsPlain) {
+                score *= factor_;
+                if constexpr (Config::kHasBias) score += load_bias(rows[r].bias + kv * bias_column_stride_);
+                if constexpr (!ScoreMod::kIsIdentity)
+                  score = mod_.score(mod_head_, rows[r].mod, score, wrapping_add(kv, kv_offset_));
+              }
             }
           }
         }
       }
     }
+  }
+
+  struct BoundRow {
+    typename Mask::Row mask;
+    typename ScoreMod::Row mod;
+    const BiasElement* bias;
+    int q;
+  };
+
+  template <bool kIsMixed>
+  FKL_DEVICE BoundRow bind_row(int q) const {
+    BoundRow row{};
+    row.q = q;
+    if constexpr (kIsMixed) row.mask = mask.bind_row(q);
+    if constexpr (!ScoreMod::kIsIdentity) row.mod = mod_.bind_row(mod_head_, wrapping_add(q, q_offset_));
+    if constexpr (Config::kHasBias) row.bias = bias_ + q * bias_row_stride_;
+    return row;
   }
 
   float factor_;

@@ -40,6 +40,14 @@ FKL_DEVICE T* at_outer(const VectorParam& param, const OuterIndex& outer) {
   return data == nullptr ? nullptr : data + outer_offset(param.outer_stride, outer);
 }
 
+// Where an outer element is along the last axis of tensor map `map`.
+FKL_DEVICE int map_outer(const TensorMaps& maps, int map, const OuterIndex& outer) {
+  int coordinate = 0;
+#pragma unroll
+  for (int a = 0; a < kMaxOuterAxes; ++a) coordinate += maps.outer_stride[map][a] * outer.axis[a];
+  return coordinate;
+}
+
 // The same of one head: row r starts row_stride elements further each.
 template <class T>
 FKL_DEVICE T* at_outer(const TensorParam& param, const OuterIndex& outer, int head) {

@@ -12,6 +12,21 @@
 
 namespace fkl {
 
+template <class Element>
+FKL_DEVICE bool has_non_finite(const Chunk16& chunk) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(Element) == 4) {
+      found |= (chunk.word[i] & 0x7f800000u) == 0x7f800000u;
+    } else {
+      constexpr uint32_t kExponent = IsSame<Element, BFloat16>::kValue ? 0x7f80u : 0x7c00u;
+      found |= (chunk.word[i] & kExponent) == kExponent || (chunk.word[i] & kExponent << 16) == kExponent << 16;
+    }
+  }
+  return found;
+}
+
 // `kThreads` threads share a tile of values (a warp or a block).
 template <class Tile, int kThreads>
 struct PoisonedValues {
@@ -23,7 +38,7 @@ struct PoisonedValues {
     bool found = false;
 #pragma unroll 4
     for (int index = thread; index < kChunkCount; index += kThreads)
-      found |= has_non_finite(load_shared_16(tile + static_cast<uint32_t>(index * kChunkBytes)));
+      found |= has_non_finite<Element>(load_shared_16(tile + static_cast<uint32_t>(index * kChunkBytes)));
     return found;
   }
 
@@ -33,7 +48,7 @@ struct PoisonedValues {
     for (int row = first; row < Tile::kRows; row += step) {
       bool found = false;
       for (int chunk = lane; chunk < Tile::kChunks; chunk += kWarpSize)
-        found |= has_non_finite(load_shared_16(address(tile, row, chunk)));
+        found |= has_non_finite<Element>(load_shared_16(address(tile, row, chunk)));
       if (!__any_sync(0xffffffffu, found)) continue;
       for (int chunk = lane; chunk < Tile::kChunks; chunk += kWarpSize)
         store_shared_16(address(tile, row, chunk), Chunk16{{0, 0, 0, 0}});
@@ -79,20 +94,6 @@ struct PoisonedValues {
  private:
   static FKL_DEVICE uint32_t address(uint32_t tile, int row, int chunk) {
     return tile + static_cast<uint32_t>(Tile::chunk_offset(row, chunk));
-  }
-
-  static FKL_DEVICE bool has_non_finite(const Chunk16& chunk) {
-    bool found = false;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(Element) == 4) {
-        found |= (chunk.word[i] & 0x7f800000u) == 0x7f800000u;
-      } else {
-        constexpr uint32_t kExponent = IsSame<Element, BFloat16>::kValue ? 0x7f80u : 0x7c00u;
-        found |= (chunk.word[i] & kExponent) == kExponent || (chunk.word[i] & kExponent << 16) == kExponent << 16;
-      }
-    }
-    return found;
   }
 };
 

@@ -65,7 +65,7 @@ struct ScoreMask {
     typename MaskMod::Row mod;
     const unsigned char* blocks;
     int segment_id;
-    bool is_live;
+    int kv_end;  // 0: the row is dead
   };
 
   FKL_DEVICE void bind(const CommonParams& params, const OuterIndex& outer, int head) {
@@ -113,11 +113,11 @@ struct ScoreMask {
 
   FKL_DEVICE Row bind_row(int q) const {
     Row row{};
-    row.is_live = q < q_end_;
-    if (!row.is_live) return row;
+    if (q >= q_end_) return row;
+    row.kv_end = kv_end_;
     if constexpr (Config::kHasSegmentIds) {
       row.segment_id = __ldg(q_segment_ids_ + q);
-      row.is_live = row.segment_id >= 0;
+      if (row.segment_id < 0) row.kv_end = 0;
     }
     if constexpr (Config::kHasBlockMask)
       row.blocks = blocks_ + block_q_.divide(q) * blocks_row_stride_;
@@ -126,14 +126,15 @@ struct ScoreMask {
   }
 
   FKL_DEVICE bool live(const Row& row, int, int kv) const {
-    bool is_live = row.is_live && kv < kv_end_;
+    bool is_live = kv < row.kv_end;
     // What reads memory only looks inside the arrays; loads of a program clamp by themselves.
     if constexpr (Config::kHasSegmentIds)
       is_live = is_live && __ldg(kv_segment_ids_ + kv) == row.segment_id;
     if constexpr (Config::kHasBlockMask)
       is_live = is_live && __ldg(row.blocks + block_kv_.divide(kv)) != 0;
+    // Not `&&`: a branch, or what the compiler makes of it, costs more than most programs.
     if constexpr (!MaskMod::kIsIdentity)
-      is_live = is_live && mod_.live(head_, row.mod, wrapping_add(kv, kv_offset_));
+      is_live = is_live & mod_.live(head_, row.mod, wrapping_add(kv, kv_offset_));
     return is_live;
   }
 

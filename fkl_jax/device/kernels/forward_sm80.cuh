@@ -16,6 +16,7 @@
 #include "attention/params.cuh"
 #include "attention/poisoned_values.cuh"
 #include "attention/softmax.cuh"
+#include "attention/tile_order.cuh"
 #include "core/math.cuh"
 #include "core/ptx.cuh"
 #include "tile/copy.cuh"
@@ -52,39 +53,6 @@ struct ForwardShape {
 
 template <class Config>
 constexpr int forward_sm80_shared_bytes = ForwardShape<Config>::kSharedBytes;
-
-// Which rows a block works on. The last query tiles come first (under a causal mask they have the most keys, and short
-// blocks at the end balance), all heads of a section before the next tile, so that the keys and values of a section
-// stay in L2 while its query tiles go by.
-struct ForwardBlock {
-  static constexpr long long kSectionBytes = 32ll << 20;
-
-  int head;
-  int tile;
-  long long outer;
-
-  template <class Element>
-  static FKL_DEVICE ForwardBlock of(const CommonParams& params, int q_tile) {
-    const int num_tiles = ceil_div(params.q_seq_len, q_tile);
-    const int num_rows = static_cast<int>(gridDim.x) / num_tiles;  // heads of all outer elements
-    const int group = params.num_q_heads / params.num_kv_heads;
-    const long long head_bytes = static_cast<long long>(params.kv_seq_len) * (params.head_dim + params.value_head_dim) *
-                                 static_cast<int>(sizeof(Element));
-    const long long num_kv_heads = kSectionBytes / (head_bytes + 1) + 1;
-    const int section_rows = static_cast<int>(num_kv_heads * group < num_rows ? num_kv_heads * group : num_rows);
-    const int block = block_index();
-    const int section = block / (section_rows * num_tiles);
-    const int first_row = section * section_rows;
-    const int rows = min_int(section_rows, num_rows - first_row);
-    const int rest = block - first_row * num_tiles;
-    const int row = first_row + rest % rows;
-    ForwardBlock result;
-    result.tile = num_tiles - 1 - rest / rows;
-    result.head = row % params.num_q_heads;
-    result.outer = row / params.num_q_heads;
-    return result;
-  }
-};
 
 template <int kMTiles, int kTiles>
 FKL_DEVICE void clear_accumulators(float (&acc)[kMTiles][kTiles][4]) {
@@ -216,7 +184,7 @@ FKL_DEVICE void forward_sm80(const ForwardParams& params) {
   const uint32_t shared = shared_address(forward_shared);
   const CommonParams& common = params.common;
   const int thread = static_cast<int>(threadIdx.x), warp = warp_index(), lane = lane_index();
-  const ForwardBlock block = ForwardBlock::of<Element>(common, kQTile);
+  const QueryTileIndex block = QueryTileOrder<Element>(common, kQTile).at(block_index());
   const OuterIndex outer = outer_index(common, block.outer);
   const int head = block.head, kv_head = head / (common.num_q_heads / common.num_kv_heads);
   const int q_first = block.tile * kQTile;
@@ -344,7 +312,7 @@ FKL_DEVICE void forward_sm80(const ForwardParams& params) {
 
   softmax.finish();
   // Found once more: everything that is not needed in the loop should not occupy registers there.
-  const ForwardBlock end_block = ForwardBlock::of<Element>(common, kQTile);
+  const QueryTileIndex end_block = QueryTileOrder<Element>(common, kQTile).at(block_index());
   const OuterIndex end_outer = outer_index(common, end_block.outer);
   float sink = -infinity();
   if constexpr (Config::kHasSinks) sink = __ldg(at_outer<const float>(common.sinks, end_outer) + end_block.head);
