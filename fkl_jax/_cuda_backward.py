@@ -1,4 +1,5 @@
-"""Which backward kernels a call gets on compute capability 8.0 and newer.
+"""Which backward kernels a call gets: of family sm90 on compute capability 9.0 if TMA
+and wgmma can take it, else of sm80.
 
 The main kernel owns a tile of keys and goes through the queries; dquery is added up by
 atomics, or, for deterministic calls, computed by a kernel of its own that owns queries.
@@ -8,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from fkl_jax._cuda_launch import Kernel, Launch
+from fkl_jax._cuda_launch import Kernel, Launch, TensorMap
 from fkl_jax._tuning import Plan, TuneKey
 
 MAX_HEAD_DIM = 256
@@ -16,6 +17,7 @@ MAX_HEAD_DIM = 256
 _MAX_ACCUMULATORS = 192
 _ROW_THREADS = 128  # kBackwardRowThreads
 _STATISTICS_BYTES = 2 * 4  # lse_log2 and delta of a query row
+_SWIZZLE_BYTES = 128  # of a row of a chunk of 64 columns, in shared memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,45 @@ class QueriesTile:
         return self.kv + head_dim // 2
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KeysTileSm90:
+    """Tile of `device/kernels/backward_keys_sm90.cuh`.
+
+    Attributes:
+        q: query rows.
+        kv: keys.
+        shares_keys: both warpgroups own the same 64 keys and half of the columns.
+        dquery_stages: parts of dquery on their way to global memory.
+        stages: tiles of Q and dO in flight.
+        section_megabytes: what the queries of the heads that run together may take of
+            the L2 cache.
+    """
+
+    q: int
+    kv: int
+    shares_keys: bool = False
+    dquery_stages: int = 2
+    stages: int = 2
+    section_megabytes: int = 32
+
+    def shared_bytes(self, head_dim: int, value_head_dim: int) -> int:
+        row = sum(-(-d // 64) * _SWIZZLE_BYTES for d in (head_dim, value_head_dim))
+        tiles = (self.kv + self.stages * self.q) * row
+        statistics = self.stages * self.q * _STATISTICS_BYTES
+        # dS, with shares_keys also P; two of each, in chunks of 64 keys.
+        scores = 2 * self.q * self.kv * 2 * (2 if self.shares_keys else 1)
+        dquery = 0 if self.shares_keys else 2 * self.dquery_stages * 64 * 64 * 4
+        barriers = 8 * (2 + 4 * self.stages)
+        infos = 16 + 8 * (self.stages + 2 * self.dquery_stages)
+        return tiles + scores + dquery + statistics + barriers + infos
+
+    def accumulator_columns(self, head_dim: int) -> int:
+        """What `DqueryOrderSm90` of backward_rows_sm90.cuh says."""
+        if self.shares_keys:
+            return head_dim
+        return 64 if self.q == 128 else 96 if head_dim <= 96 else 128
+
+
 _Tile = TypeVar("_Tile", KeysTile, QueriesTile)
 
 
@@ -113,6 +154,17 @@ _QUERIES_TILES = tuple(
 )
 
 
+# By the wider of the two head dims. Measured on an H200 in front of other tiles.
+_KEYS_TILES_SM90 = (
+    (64, KeysTileSm90(q=128, kv=128, dquery_stages=1)),
+    (128, KeysTileSm90(q=64, kv=128)),
+    (256, KeysTileSm90(q=64, kv=64, shares_keys=True, dquery_stages=1)),
+)
+_SM90_THREADS = 3 * 128
+# Narrower heads would be computed as if they had 64 columns.
+_SM90_MIN_HEAD_DIM = 48
+
+
 def choose(key: TuneKey) -> Plan:
     """The kernels for a call.
 
@@ -129,6 +181,77 @@ def choose(key: TuneKey) -> Plan:
         raise NotImplementedError(
             f"deterministic gradients of {what}: the kernels add them up by atomics"
         )
+    plan = _sm80(key)
+    return _sm90(key, plan) if _is_for_sm90(key) else plan
+
+
+def _is_for_sm90(key: TuneKey) -> bool:
+    return (
+        key.arch == 90
+        and _itemsize(key) == 2
+        and not key.deterministic
+        and min(key.head_dim, key.value_head_dim) >= _SM90_MIN_HEAD_DIM
+    )
+
+
+def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
+    wider = max(key.head_dim, key.value_head_dim)
+    tile = next(t for largest, t in _KEYS_TILES_SM90 if wider <= largest)
+    preprocess = Kernel(
+        name="backward_preprocess",
+        threads=_ROW_THREADS,
+        rows="q",
+        tile=tile.q,
+        heads="q",
+    )
+    kernels = (
+        preprocess,
+        Kernel(
+            name="backward_keys",
+            threads=_SM90_THREADS,
+            shared_bytes=tile.shared_bytes(key.head_dim, key.value_head_dim),
+            rows="kv",
+            tile=tile.kv,
+            heads="kv",
+            blocks_per_processor=1,
+        ),
+        dataclasses.replace(
+            preprocess, name="backward_finish", shared_bytes=4 * _ROW_THREADS // 32
+        ),
+    )
+    # One word per query tile: some of its rows must not be read.
+    num_q_tiles = key.num_heads * -(-key.q_seq_len // tile.q)
+    boxes = {"query": tile.q, "key": tile.kv, "value": tile.kv, "dout": tile.q}
+    return Plan(
+        headers=("kernels/backward_keys_sm90.cuh",),
+        config=(
+            ("kQTile", tile.q),
+            ("kKvTile", tile.kv),
+            ("kNumStages", tile.stages),
+            ("kDqueryStages", tile.dquery_stages),
+            ("kSharesKeys", tile.shares_keys),
+            ("kSectionMegabytes", tile.section_megabytes),
+        ),
+        functions=(
+            "backward_preprocess_sm90",
+            "backward_keys_sm90",
+            "backward_finish_sm90",
+        ),
+        launch=Launch(
+            kernels=kernels,
+            q_tile=tile.q,
+            accumulator_head_dim=tile.accumulator_columns(key.head_dim),
+            scratch_bytes=4 * num_q_tiles,
+            tensor_maps=tuple(
+                TensorMap(array=array, rows=rows, columns=64)
+                for array, rows in boxes.items()
+            ),
+        ),
+        unaligned=unaligned,
+    )
+
+
+def _sm80(key: TuneKey) -> Plan:
     tile = _first_that_fits(key, keys_tiles(key))
     queries = _first_that_fits(key, _QUERIES_TILES) if key.deterministic else None
     sizes = key.head_dim, key.value_head_dim, _itemsize(key)

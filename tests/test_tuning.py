@@ -153,6 +153,30 @@ def test_tma_is_for_aligned_rows_of_16_bits_on_9_0(dtype):
     assert few_rows.functions[0] == "decode_sm80"
 
 
+@pytest.mark.parametrize("head_dim", [48, 64, 96, 128, 192, 256])
+def test_the_backward_takes_tma_too_but_not_for_sums_in_a_fixed_order(head_dim):
+    gpu = dataclasses.asdict(cuda_calls.gpu("sm_90a"))
+    key = dataclasses.replace(
+        KEY,
+        direction="backward",
+        dtype="bfloat16",
+        head_dim=head_dim,
+        value_head_dim=head_dim,
+        **gpu,
+    )
+    plan = choose_plan(key)
+    assert plan.functions == (
+        "backward_preprocess_sm90",
+        "backward_keys_sm90",
+        "backward_finish_sm90",
+    )
+    assert len(plan.launch.tensor_maps) == 4
+    assert plan.launch.accumulator_head_dim >= head_dim
+    assert plan.unaligned is not None and not plan.unaligned.launch.tensor_maps
+    fixed = choose_plan(dataclasses.replace(key, deterministic=True))
+    assert fixed.unaligned is None and "backward_queries_sm80" in fixed.functions
+
+
 def test_the_key_says_what_a_call_has():
     plain = _key(cuda_calls.calls(Case())[0])
     assert not (plain.has_mask or plain.has_bias or plain.has_score_program)

@@ -103,6 +103,15 @@ FKL_DEVICE bool elect_one() {
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
   return elected != 0;
 }
+// Synchronises like a named barrier; true in all threads if `value` is in any.
+FKL_DEVICE bool named_barrier_or(int barrier, int num_threads, bool value) {
+  int result;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.s32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.s32 %0, 1, 0, q;\n}"
+               : "=r"(result)
+               : "r"(barrier), "r"(num_threads), "r"(static_cast<int>(value))
+               : "memory");
+  return result != 0;
+}
 FKL_DEVICE void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)
@@ -213,6 +222,7 @@ struct Wgmma;
   FKL_WGMMA(BFloat16, "bf16", N, last, __VA_ARGS__) \
   FKL_WGMMA(Float16, "f16", N, last, __VA_ARGS__)
 
+FKL_WGMMA_TYPES(32, 1, 16, 17, 18, 19, 20, 21, 22)
 FKL_WGMMA_TYPES(64, 3, 32, 33, 34, 35, 36, 37, 38)
 FKL_WGMMA_TYPES(80, 4, 40, 41, 42, 43, 44, 45, 46)
 FKL_WGMMA_TYPES(96, 5, 48, 49, 50, 51, 52, 53, 54)

@@ -83,7 +83,7 @@ FKL_DEVICE void preprocess_rows(const BackwardParams& params, Store store) {
   const long long row0 = padded_row(params, block.outer, block.head);
   const int lane = static_cast<int>(threadIdx.x) % kLanesPerRow;
 
-#pragma unroll 2
+#pragma unroll 4
   for (int r = static_cast<int>(threadIdx.x) / kLanesPerRow; r < Config::kQTile; r += kRowsAtOnce) {
     const int q = block.tile * Config::kQTile + r;
     float sum = 0.0f, row_lse = -infinity();
@@ -146,6 +146,30 @@ FKL_DEVICE float block_sum(float value, float* shared) {
   return sum;
 }
 
+// A row of 16 columns of a block (DqueryBlock) times `factor`, by the four lanes that have it; the whole warp comes.
+template <bool kAligned, class Element>
+FKL_DEVICE void store_block_row(Element* row, int first_column, int num_columns, int lane, const float (&value)[4],
+                                float factor) {
+  const int t = lane % 4;
+  if constexpr (kAligned && sizeof(Element) == 2) {
+    // Neighbouring columns are brought together: the row is one sector of memory, written by one instruction.
+    const uint32_t low = Conversion<Element>::pack(value[0] * factor, value[1] * factor);
+    const uint32_t high = Conversion<Element>::pack(value[2] * factor, value[3] * factor);
+    Chunk8 columns;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int source = (lane & ~3) + (2 * t + i) % 4;
+      const uint32_t left = __shfl_sync(0xffffffffu, low, source), right = __shfl_sync(0xffffffffu, high, source);
+      columns.word[i] = t < 2 ? left : right;
+    }
+    if (first_column + 4 * t < num_columns) *reinterpret_cast<Chunk8*>(row + first_column + 4 * t) = columns;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2)
+      store_pair<kAligned>(row, first_column + 2 * t + 4 * i, num_columns, value[i] * factor, value[i + 1] * factor);
+  }
+}
+
 // How the tiles of the accumulator are stored: columns of a row, and the number of block (m, n).
 template <class Config>
 struct DqueryOrder {
@@ -171,31 +195,28 @@ FKL_DEVICE void finish_rows(const BackwardParams& params) {
   const int lane = lane_index();
   float dscale = 0.0f;
 
-#pragma unroll 2
+#pragma unroll 4
   for (int index = static_cast<int>(threadIdx.x) / kWarpSize; index < kBlocks; index += kWarps) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float value[4];
       DqueryBlock::load(accumulator + Order::index(index / kBlocksN, index % kBlocksN) * DqueryBlock::kFloats, half,
                         lane, value);
-      const int q = q_first + index / kBlocksN * 16 + lane / 4 + 8 * half;
-      if (q >= common.q_seq_len) continue;
+      const int q = q_first + index / kBlocksN * 16 + lane / 4 + 8 * half, first_column = index % kBlocksN * 16;
+      const bool is_row = q < common.q_seq_len;
+      if constexpr (Config::kHasDscale) {
+        const Element* query = at_outer<const Element>(common.query, outer, block.head) + q * common.query.row_stride;
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const int column = index % kBlocksN * 16 + 2 * (lane % 4) + 4 * i;
-        if constexpr (Config::kHasDscale) {
-          const Element* query = at_outer<const Element>(common.query, outer, block.head) + q * common.query.row_stride;
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            // Dead rows have a gradient of 0 and may hold anything.
-            if (column + c < common.head_dim && value[i + c] != 0.0f)
-              dscale = fmaf(to_float(query[column + c]), value[i + c], dscale);
-          }
+        for (int i = 0; i < 4; ++i) {
+          const int column = first_column + 2 * (lane % 4) + i % 2 + 8 * (i / 2);
+          // Dead rows have a gradient of 0 and may hold anything.
+          if (is_row && column < common.head_dim && value[i] != 0.0f)
+            dscale = fmaf(to_float(query[column]), value[i], dscale);
         }
-        if (dquery != nullptr) {
-          store_pair<Config::kAligned>(dquery + q * params.dquery.row_stride, column, common.head_dim, value[i] * scale,
-                                       value[i + 1] * scale);
-        }
+      }
+      if (dquery != nullptr) {
+        store_block_row<Config::kAligned>(dquery + q * params.dquery.row_stride, first_column,
+                                          is_row ? common.head_dim : 0, lane, value, scale);
       }
     }
   }

@@ -339,26 +339,29 @@ struct KeyBlock {
   int tile, kv_head;
   long long outer;
 
-  static FKL_DEVICE KeyBlock of(const CommonParams& params, unsigned block, int num_tiles, int bytes_per_row) {
-    constexpr long long kSectionBytes = 32 << 20;
-    const long long heads = params.num_outer * params.num_kv_heads;
+  static FKL_DEVICE KeyBlock of(const CommonParams& params, unsigned block, int num_tiles, int bytes_per_row,
+                                int section_megabytes = 32) {
+    // A grid has less than 2^31 blocks, so all numbers of heads and blocks are of 32 bits.
+    const unsigned kv_heads = static_cast<unsigned>(params.num_kv_heads);
+    const unsigned heads = static_cast<unsigned>(params.num_outer) * kv_heads;
+    const long long section_bytes = static_cast<long long>(section_megabytes) << 20;
     const long long head_bytes =
         static_cast<long long>(params.num_q_heads / params.num_kv_heads) * params.q_seq_len * bytes_per_row;
-    const long long section = head_bytes * heads <= kSectionBytes ? heads
-                              : head_bytes >= kSectionBytes       ? 1
-                                                                  : kSectionBytes / head_bytes;
-    const unsigned blocks_per_section = static_cast<unsigned>(section * num_tiles);
+    unsigned section = 1;
+    if (head_bytes < section_bytes)
+      section = min_unsigned(heads, static_cast<unsigned>(section_bytes) / static_cast<unsigned>(head_bytes));
+    const unsigned blocks_per_section = section * static_cast<unsigned>(num_tiles);
     const unsigned section_index = block / blocks_per_section;
     const unsigned rest = block % blocks_per_section;
-    const long long first_head = section_index * section;
-    const unsigned section_heads = static_cast<unsigned>(heads - first_head < section ? heads - first_head : section);
-    const long long head = first_head + rest % section_heads;
-    KeyBlock result;
-    result.tile = static_cast<int>(rest / section_heads);
-    result.kv_head = static_cast<int>(head % params.num_kv_heads);
-    result.outer = head / params.num_kv_heads;
-    return result;
+    const unsigned first_head = section_index * section;
+    const unsigned section_heads = min_unsigned(heads - first_head, section);
+    const unsigned head = first_head + rest % section_heads;
+    return {static_cast<int>(rest / section_heads), static_cast<int>(head % kv_heads),
+            static_cast<long long>(head / kv_heads)};
   }
+
+ private:
+  static FKL_DEVICE unsigned min_unsigned(unsigned a, unsigned b) { return a < b ? a : b; }
 };
 
 }  // namespace fkl
