@@ -64,7 +64,7 @@ SCORES = {**catalogue.SCORE_MODS, **OWN}
 def _traced(name: str) -> tuple[Any, list[np.ndarray]]:
     """A mod of the catalogue after tracing, and the arrays that it reads."""
     rng = np.random.default_rng(len(name))
-    entry = SCORES.get(name) or catalogue.MASK_MODS[name]
+    entry = SCORES.get(name) or MASKS[name]
     mod = entry.build(*map(jnp.asarray, entry.make_params(rng, SIZES)))
     if name in SCORES:
         scores, _ = split_mods(mod, None)
@@ -248,8 +248,7 @@ OWN_MASKS = {
     )
     for name, f in (("floats", _float_mask), ("integers", _integer_mask))
 }
-for _name, _entry in OWN_MASKS.items():
-    catalogue.MASK_MODS.setdefault(_name, _entry)
+MASKS = {**catalogue.MASK_MODS, **OWN_MASKS}
 EXACT = {"causal", "window", "window_last", "window_left_only", "window_right_only"}
 EXACT |= {"padding", "nothing"}
 
@@ -257,13 +256,13 @@ EXACT |= {"padding", "nothing"}
 @pytest.fixture(scope="module")
 def masks(tmp_path_factory):
     text = '#include "attention/interval.cuh"\n'
-    for name in _names(catalogue.MASK_MODS):
+    for name in _names(MASKS):
         functor = "\n".join(_functors.functor("MaskMod", _traced(name)[0].program, ()))
         text += MASK_HARNESS.format(name=name, functor=functor)
     return on_cpu.compile_text(text, tmp_path_factory.mktemp("masks"))
 
 
-@pytest.mark.parametrize("name", _names(catalogue.MASK_MODS))
+@pytest.mark.parametrize("name", _names(MASKS))
 def test_classify_never_promises_what_is_not_so(masks, name):
     _, captures = _traced(name)
     rng = np.random.default_rng(2)
