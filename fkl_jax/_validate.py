@@ -137,10 +137,11 @@ def check_offset(x: Any, name: str, batch: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(_to_int32(array), batch)
 
 
-def check_scale(scale: Any, head_dim: int, dtype: Any) -> jax.Array:
-    """Return the scale as a float scalar."""
+def check_scale(scale: Any, head_dim: int, dtype: Any) -> jax.Array | np.ndarray:
+    """Return the scale as a float scalar: numpy's if it is the default, which spares
+    an eager call a dispatch."""
     if scale is None:
-        return jnp.asarray(1.0 / np.sqrt(head_dim), dtype)
+        return np.asarray(1.0 / np.sqrt(head_dim), dtype)
     if isinstance(scale, bool | str):
         raise TypeError(
             f"attention: scale is {scale!r}; it must be a number or a float scalar."
