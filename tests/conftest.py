@@ -71,6 +71,9 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         backends = metafunc.config.getoption("--backends").split(",")
+        only = metafunc.definition.get_closest_marker("backends")
+        if only is not None:
+            backends = [name for name in backends if name in only.args]
         metafunc.parametrize(
             "backend",
             [
