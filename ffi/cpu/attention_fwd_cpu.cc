@@ -26,7 +26,7 @@ constexpr int kTileRows = 128;
 constexpr int kTileColumns = kRowWidth;
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 constexpr double kSerialFlops = 2e6;  // below, handing out work costs more than it saves
-constexpr size_t kPackedBytes = size_t{64} << 20;
+constexpr size_t kPackedBytes = size_t{32} << 20;
 
 enum class KeyAccess { kPacked, kLocal, kInPlace };
 
