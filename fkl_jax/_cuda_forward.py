@@ -159,6 +159,10 @@ _MODIFIED_TILES: dict[int, tuple[tuple[int, tuple[ForwardTile, ...]], ...]] = {
     ),
     4: _FORWARD_TILES[4],
 }
+# A wider tile has fewer fixed costs per key, which pays where all tiles are live.
+_SQUARE_90 = ForwardTile90(q=128, kv=128, stages=2)
+_LONG_90 = ForwardTile90(q=128, kv=144, stages=2)
+_LONG_KEYS = 8192
 # By the wider of the two head dims, without and with a bias (its loads take registers).
 # Accumulators, two sets of P and the registers of the producer fill the register file.
 _FORWARD_TILES_90: tuple[tuple[int, ForwardTile90, ForwardTile90], ...] = (
@@ -169,12 +173,12 @@ _FORWARD_TILES_90: tuple[tuple[int, ForwardTile90, ForwardTile90], ...] = (
     ),
     (
         96,
-        ForwardTile90(q=128, kv=144, stages=2),
+        _LONG_90,
         ForwardTile90(q=128, kv=64, stages=4),
     ),
     (
         128,
-        ForwardTile90(q=128, kv=128, stages=2),
+        _SQUARE_90,
         ForwardTile90(q=128, kv=64, stages=4),
     ),
     (
@@ -336,6 +340,8 @@ def forward_tile_90(key: TuneKey) -> ForwardTile90 | None:
         if wider > largest:
             continue
         tile = with_bias if key.has_bias else tile
+        if tile == _SQUARE_90 and not key.has_mask and key.kv_seq_len >= _LONG_KEYS:
+            tile = _LONG_90
         # A wide result fits in the place of a wide query only.
         fits = tile.shared_bytes(key.head_dim, key.value_head_dim)
         if tile.out_buffer and fits > key.max_shared_bytes:
