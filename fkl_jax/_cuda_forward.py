@@ -17,6 +17,7 @@ _MAX_SPLITS = 128  # kMaxSplits of device/attention/params.cuh
 _STATE_BYTES = 1024  # kMaxStateBytes of device/kernels/forward_sm80.cuh
 _WALK_BYTES = 64  # kMaxWalkBytes
 _WORK_BYTES = 1024  # kMaxWorkBytes of device/kernels/forward_sm90.cuh
+_NUM_PLANS = 8  # kNumPlans
 _SWIZZLE_COLUMNS, _SWIZZLE_BYTES, _SWIZZLE_ALIGNMENT = 64, 128, 1024
 _WARPGROUP_ROWS, _WARPGROUP_THREADS = 64, 128
 # Below, most of what the tensor cores of 9.0 would multiply is padding.
@@ -111,8 +112,10 @@ class ForwardTile90:
         tiles = self.q * head + self.stages * self.kv * (head + value)
         out = self.q * value if self.out_buffer else 0
         works = 2 if self.persistent else 1
-        barriers = 2 * self.q // _WARPGROUP_ROWS + 5 * self.stages + 2 * works
-        words = -(-8 * (barriers + self.stages) // 16) * 16 + 32 * self.stages
+        barriers = 2 * self.q // _WARPGROUP_ROWS + 5 * self.stages
+        barriers += 2 * works + 2 * _NUM_PLANS
+        words = 8 * (barriers + self.stages) + 4 * _NUM_PLANS
+        words = -(-words // 16) * 16 + 32 * self.stages
         return _SWIZZLE_ALIGNMENT + tiles + out + works * _WORK_BYTES + words
 
 
