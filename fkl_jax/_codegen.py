@@ -118,7 +118,7 @@ def _glue(
     lines = [
         *headers,
         *(['#include "attention/interval.cuh"'] if mask else []),
-        *_score_functor(score, results, str(operands["query"].dtype)),
+        *functor("ScoreMod", score, results),
         *functor("MaskMod", mask, ()),
         '#line 1 "kernels"',
         *kernels,
@@ -127,17 +127,6 @@ def _glue(
     launch = dataclasses.replace(plan.launch, unaligned=unaligned)
     assert other or not plan.launch.tensor_maps, "TMA reads aligned rows only"
     return Glue(text="\n".join([*lines, ""]), launch=launch)
-
-
-def _score_functor(
-    score: Program | None, results: Sequence[str], dtype: str
-) -> list[str]:
-    lines = functor("ScoreMod", score, results)
-    if dtype == "float32":
-        return lines
-    # Forward and backward alike, so that both have the same scores. Masks keep the
-    # exact function: their intervals rely on its being monotonic.
-    return [line.replace("fkl::tanh_f32(", "fkl::tanh_approx(") for line in lines]
 
 
 def _by_class(aligned: list[str], unaligned: list[str] | None) -> list[str]:

@@ -91,7 +91,7 @@ class KeysTileSm90:
     shares_keys: bool = False
     dquery_stages: int = 2
     stages: int = 2
-    section_megabytes: int = 64
+    section_megabytes: int = 32
 
     def shared_bytes(self, head_dim: int, value_head_dim: int) -> int:
         row = sum(-(-d // 64) * _SWIZZLE_BYTES for d in (head_dim, value_head_dim))
@@ -108,7 +108,7 @@ class KeysTileSm90:
         """What `DqueryOrderSm90` of backward_rows_sm90.cuh says."""
         if self.shares_keys:
             return head_dim
-        return 64 if head_dim <= 64 else 96 if head_dim <= 96 else 128
+        return 64 if self.q == 128 else 96 if head_dim <= 96 else 128
 
 
 _Tile = TypeVar("_Tile", KeysTile, QueriesTile)
@@ -155,8 +155,8 @@ _QUERIES_TILES = tuple(
 
 
 # By the wider of the two head dims. Measured on an H200 in front of other tiles.
-_KEYS_TILES_SM90: tuple[tuple[int, KeysTileSm90], ...] = (
-    (64, KeysTileSm90(q=128, kv=128, dquery_stages=1)),  # without programs and bias
+_KEYS_TILES_SM90 = (
+    (64, KeysTileSm90(q=128, kv=128, dquery_stages=1)),
     (128, KeysTileSm90(q=64, kv=128)),
     (256, KeysTileSm90(q=64, kv=64, shares_keys=True, dquery_stages=1)),
 )
@@ -196,14 +196,7 @@ def _is_for_sm90(key: TuneKey) -> bool:
 
 def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
     wider = max(key.head_dim, key.value_head_dim)
-    tiles = _KEYS_TILES_SM90
-    if key.has_score_program or key.has_bias:
-        tiles = tiles[1:]  # what these need spills beside the scores of 128 queries
-    tile = next(t for largest, t in tiles if wider <= largest)
-    if key.has_mask and key.group > 1:
-        # Blocks are few and of unlike length: long ones first, whatever the cache
-        # says (64/8 heads, 8192 keys, causal: 475 -> 524 TFLOP/s).
-        tile = dataclasses.replace(tile, section_megabytes=1024)
+    tile = next(t for largest, t in _KEYS_TILES_SM90 if wider <= largest)
     preprocess = Kernel(
         name="backward_preprocess",
         threads=_ROW_THREADS,

@@ -17,7 +17,6 @@ _MAX_SPLITS = 128  # kMaxSplits of device/attention/params.cuh
 _STATE_BYTES = 1024  # kMaxStateBytes of device/kernels/forward_sm80.cuh
 _WALK_BYTES = 64  # kMaxWalkBytes
 _WORK_BYTES = 1024  # kMaxWorkBytes of device/kernels/forward_sm90.cuh
-_NUM_PLANS = 8  # kNumPlans
 _SWIZZLE_COLUMNS, _SWIZZLE_BYTES, _SWIZZLE_ALIGNMENT = 64, 128, 1024
 _WARPGROUP_ROWS, _WARPGROUP_THREADS = 64, 128
 # Below, most of what the tensor cores of 9.0 would multiply is padding.
@@ -112,10 +111,8 @@ class ForwardTile90:
         tiles = self.q * head + self.stages * self.kv * (head + value)
         out = self.q * value if self.out_buffer else 0
         works = 2 if self.persistent else 1
-        barriers = 2 * self.q // _WARPGROUP_ROWS + 5 * self.stages
-        barriers += 2 * works + 2 * _NUM_PLANS
-        words = 8 * (barriers + self.stages) + 4 * _NUM_PLANS
-        words = -(-words // 16) * 16 + 32 * self.stages
+        barriers = 2 * self.q // _WARPGROUP_ROWS + 5 * self.stages + 2 * works
+        words = -(-8 * (barriers + self.stages) // 16) * 16 + 32 * self.stages
         return _SWIZZLE_ALIGNMENT + tiles + out + works * _WORK_BYTES + words
 
 
@@ -162,10 +159,6 @@ _MODIFIED_TILES: dict[int, tuple[tuple[int, tuple[ForwardTile, ...]], ...]] = {
     ),
     4: _FORWARD_TILES[4],
 }
-# A wider tile has fewer fixed costs per key, which pays where all tiles are live.
-_SQUARE_90 = ForwardTile90(q=128, kv=128, stages=2)
-_LONG_90 = ForwardTile90(q=128, kv=144, stages=2)
-_LONG_KEYS = 8192
 # By the wider of the two head dims, without and with a bias (its loads take registers).
 # Accumulators, two sets of P and the registers of the producer fill the register file.
 _FORWARD_TILES_90: tuple[tuple[int, ForwardTile90, ForwardTile90], ...] = (
@@ -176,12 +169,12 @@ _FORWARD_TILES_90: tuple[tuple[int, ForwardTile90, ForwardTile90], ...] = (
     ),
     (
         96,
-        _LONG_90,
+        ForwardTile90(q=128, kv=144, stages=2),
         ForwardTile90(q=128, kv=64, stages=4),
     ),
     (
         128,
-        _SQUARE_90,
+        ForwardTile90(q=128, kv=128, stages=2),
         ForwardTile90(q=128, kv=64, stages=4),
     ),
     (
@@ -343,8 +336,6 @@ def forward_tile_90(key: TuneKey) -> ForwardTile90 | None:
         if wider > largest:
             continue
         tile = with_bias if key.has_bias else tile
-        if tile == _SQUARE_90 and not key.has_mask and key.kv_seq_len >= _LONG_KEYS:
-            tile = _LONG_90
         # A wide result fits in the place of a wide query only.
         fits = tile.shared_bytes(key.head_dim, key.value_head_dim)
         if tile.out_buffer and fits > key.max_shared_bytes:

@@ -220,18 +220,6 @@ FKL_DEVICE float tanh_f32(float x) {
   return ax < kSmall ? small : copysignf(large, x);
 }
 
-// For score programs of calls with 16-bit elements: one instruction, relative error 2^-11, and not always monotonic. P
-// is rounded to 8 or 11 bits there anyway, and the twenty instructions above are half of a soft cap's time.
-FKL_DEVICE float tanh_approx(float x) {
-#ifdef __CUDA_ARCH__
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return tanh_f32(x);
-#endif
-}
-
 // x minus the nearest multiple of pi / 2, and which one that is, modulo 4. The library's sine
 // inlines a loop over memory for large arguments, once per score; here those take double precision
 // (good to 2^50; beyond, 0 stands for what nobody knows).

@@ -38,27 +38,18 @@ struct IdRange {
     if (high < other.low || other.high < low || high < 0 || other.high < 0) return kTileDead;
     return low == high && other.low == other.high ? kTileLive : kTileMixed;
   }
-  FKL_DEVICE void include(int id) {
-    low = min_i32(low, id);
-    high = max_i32(high, id);
-  }
-  // Over the warp.
-  FKL_DEVICE IdRange reduced() const {
-    return {__reduce_min_sync(0xffffffffu, low), __reduce_max_sync(0xffffffffu, high)};
-  }
-  static FKL_DEVICE IdRange empty() { return {0x7fffffff, -0x7fffffff - 1}; }
 };
 
-// This lane's part of the range of ids first .. first + kCount - 1, without those from `end` on.
-template <int kCount, int kUnroll>
-FKL_DEVICE IdRange lane_id_range(const int* ids, int first, int end) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
-  IdRange range = IdRange::empty();
-#pragma unroll (kUnroll)
-  for (int i = 0; i < kCount; i += 32) {
-    if (i + lane < kCount && first + i + lane < end) range.include(__ldg(ids + first + i + lane));
+// Every lane gets the range of ids first .. last.
+FKL_DEVICE IdRange warp_id_range(const int* ids, int first, int last) {
+  IdRange range{0x7fffffff, -0x7fffffff - 1};
+#pragma unroll 2
+  for (int i = first + (static_cast<int>(threadIdx.x) & 31); i <= last; i += 32) {
+    const int id = __ldg(ids + i);
+    range.low = min_i32(range.low, id);
+    range.high = max_i32(range.high, id);
   }
-  return range;
+  return {__reduce_min_sync(0xffffffffu, range.low), __reduce_max_sync(0xffffffffu, range.high)};
 }
 
 template <class ConfigType, class MaskMod>
@@ -176,8 +167,12 @@ struct ScoreMask {
   static FKL_DEVICE int clip(int length, int size) { return min_i32(max_i32(length, 0), size); }
 
   static FKL_DEVICE IdRange id_range(const int* ids, int first, int last) {
-    IdRange range = IdRange::empty();
-    for (int i = first; i <= last; ++i) range.include(__ldg(ids + i));
+    IdRange range{0x7fffffff, -0x7fffffff - 1};
+    for (int i = first; i <= last; ++i) {
+      const int id = __ldg(ids + i);
+      range.low = min_i32(range.low, id);
+      range.high = max_i32(range.high, id);
+    }
     return range;
   }
 
@@ -214,8 +209,8 @@ struct ScoreMask {
 // else the other way round.
 //
 // 32 tiles are classified at once, one by each lane; a tile then costs a few instructions, whatever
-// the mask. Segment ids of `kIdTiles` tiles are read at a time: more hide latency and take registers.
-template <class Mask, int kQTile, int kKvTile, bool kTilesAreKeys, int kIdTiles = 1>
+// the mask.
+template <class Mask, int kQTile, int kKvTile, bool kTilesAreKeys>
 struct TileWalk {
   static constexpr int kTile = kTilesAreKeys ? kKvTile : kQTile;
 
@@ -232,9 +227,8 @@ struct TileWalk {
     const int last = fixed_first < fixed_end ? (size + kTile - 1) / kTile : 0;
     end_ = min_i32(end_, last);
     if constexpr (Mask::Config::kHasSegmentIds) {
-      const int* ids = kTilesAreKeys ? mask.q_segment_ids() : mask.kv_segment_ids();
-      fixed_ids_ = lane_id_range<kTilesAreKeys ? kQTile : kKvTile, 2>(ids, fixed_first, min_i32(fixed_last + 1, fixed_end))
-                       .reduced();
+      fixed_ids_ = warp_id_range(kTilesAreKeys ? mask.q_segment_ids() : mask.kv_segment_ids(),
+                                 fixed_first, min_i32(fixed_last, fixed_end - 1));
       if (fixed_ids_.high < 0) end_ = next_;
     }
   }
@@ -275,23 +269,14 @@ struct TileWalk {
     if constexpr (Mask::Config::kHasSegmentIds) {
       const int* ids = kTilesAreKeys ? mask.kv_segment_ids() : mask.q_segment_ids();
       const int size = kTilesAreKeys ? mask.kv_end() : mask.q_end();
-      // The warp together looks at the ids of a tile: its reads are contiguous.
-      for (unsigned rest = present_; rest != 0;) {
-        unsigned bit[kIdTiles];
-        IdRange range[kIdTiles];
-#pragma unroll
-        for (int i = 0; i < kIdTiles; ++i) {
-          bit[i] = rest & (0u - rest);
-          rest ^= bit[i];
-          const int first = (next_ + 31 - __clz(static_cast<int>(bit[i]))) * kTile;
-          range[i] = lane_id_range<kTile, kIdTiles == 1 ? 2 : 8>(ids, first, bit[i] != 0 ? size : 0);
-        }
-#pragma unroll
-        for (int i = 0; i < kIdTiles; ++i) {
-          const int by_ids = fixed_ids_.classify(range[i].reduced());
-          if (by_ids == kTileDead) present_ &= ~bit[i];
-          if (by_ids != kTileLive) mixed_ |= bit[i];
-        }
+      // The warp together looks at the ids of one tile after the other: its reads are contiguous.
+      for (unsigned rest = present_; rest != 0; rest &= rest - 1u) {
+        const unsigned bit = rest & (0u - rest);
+        const int first = (next_ + __ffs(static_cast<int>(rest)) - 1) * kTile;
+        const int by_ids =
+            fixed_ids_.classify(warp_id_range(ids, first, min_i32(first + kTile, size) - 1));
+        if (by_ids == kTileDead) present_ &= ~bit;
+        if (by_ids != kTileLive) mixed_ |= bit;
       }
     }
     next_ += 32;

@@ -1,21 +1,27 @@
-// dK and dV, and dQ by asynchronous additions: the main kernel of the backward on compute capability 9.0.
+// dK and dV, and dQ by asynchronous additions: the main kernel of the backward
+// on compute capability 9.0.
 //
-// A block owns kKvTile keys of one key/value head and goes through the query heads of its group and their live query
-// tiles, as backward_keys_sm80 does; dK and dV stay in registers. Three warpgroups: warp 0 of the first finds the tiles
-// and loads them (TMA), warps 1 and 2 add dQ to global memory (bulk reductions), the other two warpgroups compute:
+// A block owns kKvTile keys of one key/value head and goes through the query
+// heads of its group and their live query tiles, as backward_keys_sm80 does; dK
+// and dV stay in registers. Three warpgroups: warp 0 of the first finds the
+// tiles and loads them (TMA), warps 1 and 2 add dQ to global memory (bulk
+// reductions), the other two warpgroups compute:
 //
-//   S^T = K Q^T      the accumulators start from -lse / scale, so that P = exp2(factor * S)
-//   dP^T = V dO^T    the accumulators start from -delta, so that dS = P * dP
-//   dV += P^T dO     P^T and dS^T come straight from registers
+//   S^T = K Q^T      the accumulators start from -lse / scale, so that P =
+//   exp2(factor * S) dP^T = V dO^T    the accumulators start from -delta, so
+//   that dS = P * dP dV += P^T dO     P^T and dS^T come straight from registers
 //   dS               to shared memory, once
-//   dQ = dS K        each warpgroup a part; by way of shared memory to the float accumulator
-//   dK += dS^T Q
+//   dQ = dS K        each warpgroup a part; by way of shared memory to the
+//   float accumulator dK += dS^T Q
 //
-// Up to 128 columns a warpgroup owns 64 keys. With wider heads dK and dV do not fit: the block has 64 keys
-// (kSharesKeys), each warpgroup computes the scores of half of the queries and owns half of the columns; then P goes
-// through shared memory too, and dQ is added from registers, for there is no room to stage it.
+// Up to 128 columns a warpgroup owns 64 keys. With wider heads dK and dV do not
+// fit: the block has 64 keys (kSharesKeys), each warpgroup computes the scores
+// of half of the queries and owns half of the columns; then P goes through
+// shared memory too, and dQ is added from registers, for there is no room to
+// stage it.
 //
-// Starting the accumulators from the statistics bought 3 to 6 %, the second buffer of dQ 4 to 8 % (H200, 128 columns).
+// Starting the accumulators from the statistics bought 3 to 6 %, the second
+// buffer of dQ 4 to 8 % (H200, 128 columns).
 #ifndef FKL_DEVICE_KERNELS_BACKWARD_KEYS_SM90_CUH_
 #define FKL_DEVICE_KERNELS_BACKWARD_KEYS_SM90_CUH_
 
@@ -25,8 +31,9 @@
 
 namespace fkl {
 
-// A matrix in shared memory as TMA writes it and wgmma reads it: chunks of 64 columns, one after the other, each of
-// kRows rows of 128 bytes whose 16-byte units are permuted by the row's number. Columns beyond the matrix are 0.
+// A matrix in shared memory as TMA writes it and wgmma reads it: chunks of 64
+// columns, one after the other, each of kRows rows of 128 bytes whose 16-byte
+// units are permuted by the row's number. Columns beyond the matrix are 0.
 template <int kRowsValue, int kColumnsValue>
 struct ChunkedTile {
   static constexpr int kRows = kRowsValue, kColumns = kColumnsValue;
@@ -49,10 +56,13 @@ struct BackwardKeysSm90Shape {
   static constexpr bool kSharesKeys = Config::kSharesKeys;
   static constexpr int kThreads = 3 * 128, kConsumers = 2 * 128;
   static constexpr int kScoreColumns = kSharesKeys ? kQTile / 2 : kQTile;  // queries of a warpgroup's scores
-  // Columns of a warpgroup's dK and dV, in steps that wgmma wrappers exist for. Those beyond the head are computed from
-  // whatever follows in shared memory and not stored.
-  static constexpr int kWidthK = !kSharesKeys ? gradient_width(Config::kHeadDim) : Config::kHeadDim <= 128 ? 64 : 128;
-  static constexpr int kWidthV = !kSharesKeys                   ? gradient_width(Config::kValueHeadDim)
+  // Columns of a warpgroup's dK and dV, in steps that wgmma wrappers exist for.
+  // Those beyond the head are computed from whatever follows in shared memory
+  // and not stored.
+  static constexpr int kWidthK = !kSharesKeys              ? key_gradient_width(Config::kHeadDim, kQTile)
+                                 : Config::kHeadDim <= 128 ? 64
+                                                           : 128;
+  static constexpr int kWidthV = !kSharesKeys                   ? value_gradient_width(Config::kValueHeadDim)
                                  : Config::kValueHeadDim <= 128 ? 64
                                                                 : 128;
   static_assert(kKvTile == (kSharesKeys ? 64 : 128), "64 keys per warpgroup or 64 for both");
@@ -64,9 +74,8 @@ struct BackwardKeysSm90Shape {
   using QueryTile = ChunkedTile<kQTile, Config::kHeadDim>;
   using DoutTile = ChunkedTile<kQTile, Config::kValueHeadDim>;
   using ScoreTile = ChunkedTile<kQTile, kKvTile>;
-  // dQ on its way to global memory: parts of 64 rows and at most 64 columns, one of a warpgroup. Of 64 x 64 there is
-  // one.
-  static constexpr int kNumDqueryParts = kSharesKeys ? 0 : kQTile == 64 && kWidthK == 64 ? 1 : 2;
+  // Rows of the accumulator tile that a warpgroup adds, as a part of contiguous
+  // floats.
   static constexpr int kDqueryBytes = kSharesKeys ? 0 : 64 * 64 * 4;
 
   // Byte offsets in shared memory.
@@ -106,7 +115,8 @@ struct BackwardKeysSm90 {
   static constexpr int kTiles = Shape::kScoreColumns / 8;  // of a warpgroup's scores: four per thread
   // Rows that attend to nothing exist, and what is in them may be anything.
   static constexpr bool kHasDeadRows = !Mask::kIsTrivial || !kIsPlain;
-  // What finds the tiles needs registers of its own, unless it only looks at the ends.
+  // What finds the tiles needs registers of its own, unless it only looks at
+  // the ends.
   static constexpr int kConsumerRegisters = Mask::kIsBoundsOnly ? 240 : 232;
   static constexpr int kOtherRegisters = Mask::kIsBoundsOnly ? 24 : 40;
 
@@ -208,21 +218,18 @@ struct BackwardKeysSm90 {
       int tile, state;
       while (walk.next(mask, &tile, &state)) {
         const int s = ring.stage;
-        int is_marked = 0;
-        if constexpr (kHasDeadRows) is_marked = *marked_tile(params, block.outer, q_head, tile, kQTile);
+        int info = tile * kTileUnit + (state == kTileMixed ? kIsMixed : 0);
+        if (kHasDeadRows && *marked_tile(params, block.outer, q_head, tile, kQTile) != 0) info += kHasMarkedRows;
         mbarrier_wait(query_empty(s), ring.parity ^ 1);
         if (elect_one()) {
           if (!has_keys) load_keys();
+          store_shared_8(query_info(s), static_cast<uint32_t>(info), static_cast<uint32_t>(member));
+          mbarrier_arrive_expect_bytes(query_full(s), QueryTile::kBytes + Shape::kStatisticsBytes);
           load_tile<QueryTile>(query(s), params.maps.map[kQueryMap], query_full(s), tile * kQTile, q_head,
                                map_outer(params.maps, kQueryMap, outer));
           const long long row = padded_row(params, block.outer, q_head) + tile * kQTile;
           bulk_load(statistics(s), params.lse_log2 + row, 4 * kQTile, query_full(s));
           bulk_load(statistics(s) + 4 * kQTile, params.delta + row, 4 * kQTile, query_full(s));
-          // Last, so that nothing waits for `is_marked`; a phase may get its bytes before they are announced.
-          const int info =
-              tile * kTileUnit + (state == kTileMixed ? kIsMixed : 0) + (is_marked != 0 ? kHasMarkedRows : 0);
-          store_shared_8(query_info(s), static_cast<uint32_t>(info), static_cast<uint32_t>(member));
-          mbarrier_arrive_expect_bytes(query_full(s), QueryTile::kBytes + Shape::kStatisticsBytes);
         }
         mbarrier_wait(dout_empty(s), ring.parity ^ 1);
         if (elect_one()) {
@@ -298,7 +305,8 @@ struct BackwardKeysSm90 {
     }
     wgmma_commit();
   }
-  // acc += X^T B: X the warpgroup's P or dS in registers, B the rows of dO or Q.
+  // acc += X^T B: X the warpgroup's P or dS in registers, B the rows of dO or
+  // Q.
   template <class TileB, int kAccTiles>
   static FKL_DEVICE void multiply_keys(float (&acc)[kAccTiles][4], const uint32_t (&x)[kTiles / 2][4],
                                        uint32_t b_tile) {
@@ -339,7 +347,8 @@ struct BackwardKeysSm90 {
       packed[i / 4][i % 4] = Conversion<Element>::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
   }
 
-  // The warp's P^T or dS^T, transposed; `address` is the lane's row of the tile.
+  // The warp's P^T or dS^T, transposed; `address` is the lane's row of the
+  // tile.
   static FKL_DEVICE void store_scores(uint32_t address, const uint32_t (&packed)[kTiles / 2][4]) {
 #pragma unroll
     for (int k = 0; k < kTiles / 2; ++k)
@@ -367,8 +376,6 @@ struct BackwardKeysSm90 {
           live[tile / 8] |= is_live ? 1u << (4 * tile + i) % 32 : 0u;
         }
       }
-      // One tile after the other, or too much is under way for the registers.
-      live[tile / 8] = opaque(live[tile / 8]);
     }
   }
 
@@ -398,7 +405,8 @@ struct BackwardKeysSm90 {
     head.flush_dbias(kv, lane, dbias_sum);
   }
 
-  // Rows that are marked (backward_rows_sm90.cuh) become 0, in both tiles; all consumer warps come.
+  // Rows that are marked (backward_rows_sm90.cuh) become 0, in both tiles; all
+  // consumer warps come.
   FKL_DEVICE void clear_marked_rows(int stage, int warp, int lane) const {
     for (int row = warp; row < kQTile; row += 8) {
       const float start = load_shared_f32(statistics(stage) + 4 * row);
@@ -412,8 +420,9 @@ struct BackwardKeysSm90 {
     named_barrier_sync(kBoth, Shape::kConsumers);
   }
 
-  // Keys whose K is not finite: cleared, so that a dS of 0 does not meet them; bit r of the result is key r of the
-  // warp's 16. Their live scores become NaN again.
+  // Keys whose K is not finite: cleared, so that a dS of 0 does not meet them;
+  // bit r of the result is key r of the warp's
+  // 16. Their live scores become NaN again.
   FKL_DEVICE unsigned clear_poisoned_keys(int first_key, int lane, bool* is_any) const {
     constexpr int kUnits = 8 * KeyTile::kChunks;
     bool found = false;
@@ -459,7 +468,8 @@ struct BackwardKeysSm90 {
     return Conversion<Element>::pack(x[first] * factor, x[first + 1] * factor);
   }
 
-  // 16 rows of the warp by way of its own rows of a tile in shared memory, whole units at a time.
+  // 16 rows of the warp by way of its own rows of a tile in shared memory,
+  // whole units at a time.
   template <class Tile, int kAccTiles>
   static FKL_DEVICE void store_rows(const float (&acc)[kAccTiles][4], float factor, uint32_t tile, int tile_row,
                                     int first_unit, Element* data, long long row_stride, int num_rows, int num_columns,
@@ -506,35 +516,34 @@ struct BackwardKeysSm90 {
     float acc_dk[kWidthK / 8][4], acc_dv[kWidthV / 8][4];
     clear(acc_dk);
     clear(acc_dv);
-    wgmma_touch(acc_dk);  // or ptxas sees zeros written while a wgmma runs and serialises all of them
+    wgmma_touch(acc_dk);  // or ptxas sees zeros written while a wgmma runs and
+                          // serialises all of them
     wgmma_touch(acc_dv);
     Head head;
     int bound_member = -1;
     bool is_poisoned_tile = false;
     unsigned poisoned = 0;
-    // Stages and parities follow from the number of tiles so far: one register.
-    constexpr unsigned kDqueryStages = Shape::kDqueryStages;
-    unsigned step = 0;
-    const auto receive_keys = [&] {
-      mbarrier_wait(key_full(), 0);
-      mbarrier_wait(value_full(), 0);
-      if constexpr (!Mask::kIsTrivial) poisoned = clear_poisoned_keys(key_row, lane, &is_poisoned_tile) >> (lane / 4);
-    };
-    if (!Config::kHasKvLengths) receive_keys();
+    Ring ring;
+    int score_stage = 0, dquery_stage = 0, step = 0;
 
 #pragma unroll 1
     while (true) {
-      const int stage = static_cast<int>(step % kStages);
-      const uint32_t parity = step / kStages % 2;
-      mbarrier_wait(query_full(stage), parity);
+      const int stage = ring.stage;
+      mbarrier_wait(query_full(stage), ring.parity);
       const Chunk8 info = load_shared_8(query_info(stage));
       const int tile_info = static_cast<int>(info.word[0]), member = static_cast<int>(info.word[1]);
       if (tile_info == kEnd) break;
       const int tile = tile_info / kTileUnit;
-      if (Config::kHasKvLengths && step == 0) receive_keys();
+      if (step == 0) {
+        mbarrier_wait(key_full(), 0);
+        mbarrier_wait(value_full(), 0);
+        if constexpr (!Mask::kIsTrivial) {
+          poisoned = clear_poisoned_keys(key_row, lane, &is_poisoned_tile) >> (lane / 4);
+        }
+      }
       if constexpr (kHasDeadRows) {
         if (tile_info & kHasMarkedRows) {
-          mbarrier_wait(dout_full(stage), parity);
+          mbarrier_wait(dout_full(stage), ring.parity);
           clear_marked_rows(stage, 4 * warpgroup + warp, lane);
         }
       }
@@ -546,7 +555,7 @@ struct BackwardKeysSm90 {
       wgmma_touch(dp);
       multiply_scores<KeyTile, QueryTile>(s, shared + (kSharesKeys ? 0 : warpgroup * 8192),
                                           query(stage) + split_q * 128);
-      mbarrier_wait(dout_full(stage), parity);
+      mbarrier_wait(dout_full(stage), ring.parity);
       multiply_scores<ValueTile, DoutTile>(dp, shared + Shape::kValue + (kSharesKeys ? 0 : warpgroup * 8192),
                                            dout(stage) + split_q * 128);
       const bool is_mixed = (tile_info & kIsMixed) != 0 || is_poisoned_tile;
@@ -595,7 +604,7 @@ struct BackwardKeysSm90 {
       uint32_t probs[kTiles / 2][4], dscores[kTiles / 2][4];
       pack(probs, s);
       pack(dscores, dp);
-      const uint32_t score_offset = step % Shape::kScoreStages * ScoreTile::kBytes;
+      const uint32_t score_offset = score_stage * ScoreTile::kBytes;
       store_scores(lane_scores + score_offset, dscores);
       if constexpr (kSharesKeys) store_scores(lane_scores + (Shape::kProbs - Shape::kDscores) + score_offset, probs);
       fence_proxy_async();
@@ -624,8 +633,8 @@ struct BackwardKeysSm90 {
           multiply_keys<QueryTile>(acc_dk, dscores, query(stage));
           wgmma_wait<1>();
           wgmma_touch(dq);
-          const int slot = 2 * static_cast<int>(step % kDqueryStages) + warpgroup;
-          if (step >= kDqueryStages) named_barrier_sync(kDqueryEmpty + slot, 160);
+          const int slot = 2 * dquery_stage + warpgroup;
+          if (step >= Shape::kDqueryStages) named_barrier_sync(kDqueryEmpty + slot, 160);
           stage_dquery(dq, slot, warp, lane);
           if (is_leader) store_shared_8(dquery_info(slot), static_cast<uint32_t>(tile), static_cast<uint32_t>(member));
           fence_proxy_async();
@@ -637,32 +646,36 @@ struct BackwardKeysSm90 {
           dquery_of(Integer<8>{}, score_tile, shared + warpgroup * KeyTile::kChunkBytes);
         } else if (warpgroup == 0) {
           dquery_of(Integer<8>{}, score_tile, shared);
-        } else if constexpr (Shape::kNumDqueryParts == 2) {
-          dquery_of(Integer<(kWidthK - 64) / 8>{}, score_tile, shared + KeyTile::kChunkBytes);
         } else {
-          wgmma_wait<0>();
-          wgmma_touch(acc_dv);
-          if (is_leader) mbarrier_arrive(dout_empty(stage));
-          multiply_keys<QueryTile>(acc_dk, dscores, query(stage));
+          dquery_of(Integer<(kWidthK - 64) / 8>{}, score_tile, shared + KeyTile::kChunkBytes);
         }
+        if (++dquery_stage == Shape::kDqueryStages) dquery_stage = 0;
       }
       wgmma_wait<0>();
       wgmma_touch(acc_dk);
       if (is_leader) mbarrier_arrive(query_empty(stage));
+      ring.advance();
+      score_stage ^= 1;
       ++step;
+    }
+    if (step == 0 && !Config::kHasKvLengths) {  // no block ends with its loads under way
+      mbarrier_wait(key_full(), 0);
+      mbarrier_wait(value_full(), 0);
     }
     if constexpr (!kIsPlain) {
       if (bound_member >= 0) head.flush_head();
     }
-    if (warpgroup < Shape::kNumDqueryParts) {
-      const int end_slot = 2 * static_cast<int>(step % kDqueryStages) + warpgroup;
-      for (unsigned i = step < kDqueryStages ? 0 : step - kDqueryStages; i < step; ++i) {
-        named_barrier_sync(kDqueryEmpty + 2 * static_cast<int>(i % kDqueryStages) + warpgroup, 160);
+    if constexpr (!kSharesKeys) {
+      const int end_slot = 2 * dquery_stage + warpgroup;
+      for (int i = min_int(step, Shape::kDqueryStages); i > 0; --i) {
+        const int back = (dquery_stage + Shape::kDqueryStages - i) % Shape::kDqueryStages;
+        named_barrier_sync(kDqueryEmpty + 2 * back + warpgroup, 160);
       }
       if (is_leader) store_shared_8(dquery_info(end_slot), static_cast<uint32_t>(kEnd), 0);
       named_barrier_arrive(kDqueryFull + end_slot, 160);
     }
-    // Keys and values are read by both warpgroups and become the place of dK and dV.
+    // Keys and values are read by both warpgroups and become the place of dK
+    // and dV.
     named_barrier_sync(kBoth, Shape::kConsumers);
     const KeyBlock block = this_block();
     const OuterIndex outer = outer_index(common, block.outer);
@@ -710,7 +723,7 @@ FKL_DEVICE void backward_keys_sm90(const BackwardParams& params) {
     register_count_decrease<Kernel::kOtherRegisters>();
     if (warp == 0) {
       kernel.produce(params);
-    } else if (warp <= Kernel::Shape::kNumDqueryParts) {
+    } else if (!Kernel::kSharesKeys && warp < 3) {
       kernel.reduce_dquery(params, warp - 1);
     }
   } else {

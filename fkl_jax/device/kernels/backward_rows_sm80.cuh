@@ -65,14 +65,12 @@ FKL_DEVICE float chunk_dot(const Chunk16& a, const Chunk16& b) {
 
 constexpr int kBackwardRowThreads = 128;
 
-// lse_log2 and delta of kQTile rows. `store(row, lse_log2, delta, is_marked)`.
+// lse_log2 and delta of kQTile rows; eight lanes share a row. `store(row, lse_log2, delta, is_marked)`.
 template <class Config, class Store>
 FKL_DEVICE void preprocess_rows(const BackwardParams& params, Store store) {
   using Element = typename Config::Element;
+  constexpr int kLanesPerRow = 8, kRowsAtOnce = kBackwardRowThreads / kLanesPerRow;
   constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Element));
-  // A chunk per lane, or several.
-  constexpr int kLanesPerRow = min_int(16, floor_power_of_two(Config::kValueHeadDim / kElements));
-  constexpr int kRowsAtOnce = kBackwardRowThreads / kLanesPerRow;
   const CommonParams& common = params.common;
   const RowBlock block = RowBlock::of(common, blockIdx.x, Config::kQTile);
   const OuterIndex outer = outer_index(common, block.outer);
@@ -111,7 +109,7 @@ FKL_DEVICE void preprocess_rows(const BackwardParams& params, Store store) {
     }
 #pragma unroll
     for (int bit = 1; bit < kLanesPerRow; bit *= 2) sum += shuffle_xor(sum, bit);
-    const unsigned row_lanes = ((1u << kLanesPerRow) - 1u) << (threadIdx.x % kWarpSize / kLanesPerRow * kLanesPerRow);
+    const unsigned row_lanes = 0xffu << (threadIdx.x % kWarpSize / kLanesPerRow * kLanesPerRow);
     is_marked = (__ballot_sync(0xffffffffu, is_marked) & row_lanes) != 0;
     float lse_log2, delta;
     if (row_lse == -infinity()) {

@@ -3,15 +3,14 @@
 // A block works on query tiles of kQTile rows of one head, one after the other (kIsPersistent: as a counter hands them
 // out, else on one):
 //
-//   warpgroup 0, warp 0      loader: all loads, by TMA
-//   warpgroup 0, warp 1      planner: what a query tile needs (Work), and which tiles of keys are not dead; runs ahead
-//   warpgroup 0, warps 2-3   checkers: look for NaN and infinity in the values of mixed tiles, if there can be any
+//   warpgroup 0, warp 0      producer: which tiles of keys are not dead, and their TMA loads
+//   warpgroup 0, warps 1-3   look for NaN and infinity in the values of mixed tiles, if there can be any
 //   warpgroups 1 ..          consumers, 64 rows each: S = Q K^T -> scores -> P = exp2(S - row_max) -> O += P V, with S,
 //                            P and O in registers. O += P V of a tile runs under the softmax of the next.
 //
 // Shared memory, 128-byte swizzled in chunks of 64 columns: Q, rings of kNumStages tiles of K and of V, O (in the place
-// of Q without kHasOutBuffer). The planner says in a word which tile of keys is next, whether it is mixed, and whether
-// it is the first or last of its query tile; the loader puts that word beside the tile that it loads.
+// of Q without kHasOutBuffer). A word beside each tile of a ring says which tile it is, whether it is mixed, and
+// whether it is the last: consumers do not walk themselves. What the producer has bound for a query tile is in a Work.
 #ifndef FKL_DEVICE_KERNELS_FORWARD_SM90_CUH_
 #define FKL_DEVICE_KERNELS_FORWARD_SM90_CUH_
 
@@ -44,7 +43,6 @@ struct ForwardShape90 {
   static_assert(kQTile % 64 == 0 && kKvTile % 16 == 0 && kKvTile <= 192, "whole products; 8 rows are bits of a word");
   static constexpr bool kHasOutBuffer = Config::kHasOutBuffer;
   static constexpr int kNumWorks = Config::kIsPersistent ? 2 : 1;
-  static constexpr int kNumPlans = 8;  // words that the planner may be ahead of the loader
 
   // Columns come in chunks of the swizzle; products take only those that there are.
   static constexpr int kHeadChunks = ceil_div(Config::kHeadDim, kSwizzleColumns);
@@ -71,16 +69,14 @@ struct ForwardShape90 {
   static constexpr int kValueFull = kKeyEmpty + kNumStages, kValueEmpty = kValueFull + kNumStages;
   static constexpr int kValueChecked = kValueEmpty + kNumStages;
   static constexpr int kWorkFull = kValueChecked + kNumStages, kWorkEmpty = kWorkFull + kNumWorks;
-  static constexpr int kPlanFull = kWorkEmpty + kNumWorks, kPlanEmpty = kPlanFull + kNumPlans;
-  static constexpr int kNumBarriers = kPlanEmpty + kNumPlans;
+  static constexpr int kNumBarriers = kWorkEmpty + kNumWorks;
   static constexpr int kKeyWords = kBarriers + 8 * kNumBarriers;
   static constexpr int kValueWords = kKeyWords + 4 * kNumStages;
-  static constexpr int kPlanWords = kValueWords + 4 * kNumStages;
-  // Which rows of values were cleared: 4 words of each checker.
-  static constexpr int kCleared = round_up(kPlanWords + 4 * kNumPlans, 16);
+  // Which rows of values were cleared: 2 words of each checking warp, padded to 8.
+  static constexpr int kCleared = round_up(kValueWords + 4 * kNumStages, 16);
   static constexpr int kSharedBytes = kSwizzleAlignment + kCleared + 32 * kNumStages;
 
-  // Registers: consumers hold S, two sets of P and O. What is left goes to the others.
+  // Registers: consumers hold S, two sets of P and O. What is left goes to the producer, which walks.
   static constexpr int kProducerRegisters = kNumConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 232 : 160;
 };
@@ -102,17 +98,14 @@ struct Ring {
   }
 };
 
-// What is said about a tile of keys, and beside it while it is in shared memory.
+// The word beside a tile of keys or of values.
 struct TileWord {
-  static constexpr uint32_t kMixed = 1, kLast = 2, kFirst = 4;  // of its query tile
-  static constexpr uint32_t kEnd = 0xffffffffu;                 // no tile, and none will follow
+  static constexpr uint32_t kMixed = 1, kLast = 2, kEnd = 0xffffffffu;  // kEnd: no tile at all, no more work
 
-  static FKL_DEVICE uint32_t of(int tile, int state, bool is_first, bool is_last, int work_slot) {
-    return static_cast<uint32_t>(tile) << 4 | static_cast<uint32_t>(work_slot) << 3 | (is_first ? kFirst : 0) |
-           (is_last ? kLast : 0) | (state == kTileMixed ? kMixed : 0);
+  static FKL_DEVICE uint32_t of(int tile, int state, bool is_last) {
+    return static_cast<uint32_t>(tile) << 2 | (is_last ? kLast : 0) | (state == kTileMixed ? kMixed : 0);
   }
-  static FKL_DEVICE int tile(uint32_t word) { return static_cast<int>(word >> 4); }
-  static FKL_DEVICE int work_slot(uint32_t word) { return static_cast<int>(word >> 3 & 1); }
+  static FKL_DEVICE int tile(uint32_t word) { return static_cast<int>(word >> 2); }
 };
 
 // A branch that is never taken but hangs on both sums. ptxas moves a wait for a wgmma above arithmetic that does not
@@ -136,29 +129,27 @@ struct Forward90 {
   static constexpr int kQTile = Shape::kQTile, kKvTile = Shape::kKvTile, kNumStages = Shape::kNumStages;
   static constexpr int kNumConsumers = Shape::kNumConsumers, kNumWorks = Shape::kNumWorks;
   static constexpr int kScoreTiles = kKvTile / 8, kOutTiles = Shape::kValueColumns / 8;
-  using Walk = TileWalk<Mask, kQTile, kKvTile, true, 2>;
+  using Walk = TileWalk<Mask, kQTile, kKvTile, true>;
   using TileRing = Ring<kNumStages>;
   using WorkRing = Ring<kNumWorks>;
-  using PlanRing = Ring<Shape::kNumPlans>;
   using Poisoned = PoisonedValues<TileLayout<Element, kKvTile, Config::kValueHeadDim>, kWarpgroup>;
 
   // Dead keys within the arrays have values; TMA reads zeros beyond them.
   static constexpr bool kGuardsValues = !Mask::kIsTrivial || Config::kHasKvLengths;
-  static constexpr int kNumCheckers = 2;  // warps
+  static constexpr int kNumCheckers = 3;  // warps
 
   // Launch.tensor_maps.
   enum Map { kQueryMap, kKeyMap, kValueMap, kOutMap };
   // Named barriers, plus the warpgroup.
   enum Barrier { kTurn = 1, kStore = kTurn + kNumConsumers };
 
-  // What is to be known of a query tile.
+  // What the consumers need to know of a query tile.
   struct Work {
     Scores scores;
     const Element* value;
     float* lse;
     float sink;
-    int q_first, head, kv_head;
-    int query_outer, key_outer, value_outer, out_outer;
+    int q_first, head, out_outer;
     int num_tiles;  // 0: none, -1: no more work; else some
   };
   static_assert(sizeof(Work) <= Shape::kMaxWorkBytes, "");
@@ -185,7 +176,6 @@ struct Forward90 {
   FKL_DEVICE uint32_t value_word(int slot) const {
     return shared + static_cast<uint32_t>(Shape::kValueWords + 4 * slot);
   }
-  FKL_DEVICE uint32_t plan_word(int slot) const { return shared + static_cast<uint32_t>(Shape::kPlanWords + 4 * slot); }
   FKL_DEVICE uint32_t cleared(int slot) const { return shared + static_cast<uint32_t>(Shape::kCleared + 32 * slot); }
   FKL_DEVICE Work& work(int slot) const {
     return *reinterpret_cast<Work*>(memory + Shape::kWorks + slot * Shape::kMaxWorkBytes);
@@ -207,30 +197,53 @@ struct Forward90 {
       mbarrier_init(barrier(Shape::kWorkFull + i), 1);
       mbarrier_init(barrier(Shape::kWorkEmpty + i), 4 * kNumConsumers);
     }
-    for (int i = 0; i < Shape::kNumPlans; ++i) {
-      mbarrier_init(barrier(Shape::kPlanFull + i), 1);
-      mbarrier_init(barrier(Shape::kPlanEmpty + i), 1);
-    }
     mbarrier_init_fence();
   }
 
-  // ---- planner: a warp
+  // ---- producer: one warp
 
-  FKL_DEVICE void push_plan(PlanRing* ring, uint32_t word, bool is_leader) const {
-    if (is_leader) {
-      mbarrier_wait(barrier(Shape::kPlanEmpty + ring->slot), ring->parity ^ 1);
-      store_shared_u32(plan_word(ring->slot), word);
-      mbarrier_arrive(barrier(Shape::kPlanFull + ring->slot));
-    }
+  FKL_DEVICE void load_query(const Work& of, int w, int outer, uint32_t parity, bool is_leader) const {
+    if (!is_leader) return;
+    const uint32_t full = barrier(Shape::kQueryFull + w);
+    mbarrier_wait(barrier(Shape::kQueryEmpty + w), parity ^ 1);
+    mbarrier_arrive_expect_bytes(full, Shape::kQueryBytes);
+#pragma unroll
+    for (int c = 0; c < Shape::kHeadChunks; ++c)
+      tma_load_4d(query(w) + static_cast<uint32_t>(c * 64 * kSwizzleBytes), &params.maps.map[kQueryMap], full,
+                  kSwizzleColumns * c, of.head, of.q_first + 64 * w, outer);
+  }
+
+  FKL_DEVICE void load_tile(Map map, int chunks, uint32_t to, uint32_t to_word, uint32_t full, uint32_t empty,
+                            uint32_t parity, uint32_t word, int kv_head, int outer) const {
+    mbarrier_wait(empty, parity ^ 1);
+    store_shared_u32(to_word, word);
+    mbarrier_arrive_expect_bytes(full, kKvTile * chunks * kSwizzleBytes);
+    for (int c = 0; c < chunks; ++c)
+      tma_load_4d(to + static_cast<uint32_t>(c * kKvTile * kSwizzleBytes), &params.maps.map[map], full,
+                  kSwizzleColumns * c, kv_head, TileWord::tile(word) * kKvTile, outer);
+  }
+  FKL_DEVICE void load_key(TileRing* ring, uint32_t word, int kv_head, int outer, bool is_leader) const {
+    const int s = ring->slot;
+    if (is_leader)
+      load_tile(kKeyMap, Shape::kHeadChunks, key(s), key_word(s), barrier(Shape::kKeyFull + s),
+                barrier(Shape::kKeyEmpty + s), ring->parity, word, kv_head, outer);
+    ring->advance();
+  }
+  FKL_DEVICE void load_value(TileRing* ring, uint32_t word, int kv_head, int outer, bool is_leader) const {
+    const int s = ring->slot;
+    if (is_leader)
+      load_tile(kValueMap, Shape::kValueChunks, value(s), value_word(s), barrier(Shape::kValueFull + s),
+                barrier(Shape::kValueEmpty + s), ring->parity, word, kv_head, outer);
     ring->advance();
   }
 
-  FKL_DEVICE void plan() const {
+  FKL_DEVICE void produce() const {
     const CommonParams& common = params.common;
     const bool is_leader = elect_one();
     const QueryTileOrder<Element> order(common, kQTile);
-    PlanRing plans;
+    TileRing key_ring, value_ring;
     WorkRing works;
+    uint32_t query_parity = 0;
     const int num_items = order.size();
     int item = block_index();
 #pragma unroll 1
@@ -242,18 +255,15 @@ struct Forward90 {
 
       const QueryTileIndex index = order.at(item);
       const OuterIndex outer = outer_index(common, index.outer);
+      const int kv_head = index.head / (common.num_q_heads / common.num_kv_heads);
       Work& now = work(works.slot);
       mbarrier_wait(barrier(Shape::kWorkEmpty + works.slot), works.parity ^ 1);
       now.q_first = index.tile * kQTile;
       now.head = index.head;
-      now.kv_head = index.head / (common.num_q_heads / common.num_kv_heads);
-      now.query_outer = map_outer(params.maps, kQueryMap, outer);
-      now.key_outer = map_outer(params.maps, kKeyMap, outer);
-      now.value_outer = map_outer(params.maps, kValueMap, outer);
       now.out_outer = map_outer(params.maps, kOutMap, outer);
       now.scores.bind(common, outer, index.head);
       now.lse = params.lse + (index.outer * common.num_q_heads + index.head) * common.q_seq_len;
-      now.value = at_outer<const Element>(common.value, outer, now.kv_head);
+      now.value = at_outer<const Element>(common.value, outer, kv_head);
       now.sink = -infinity();
       if constexpr (Config::kHasSinks) now.sink = __ldg(at_outer<const float>(common.sinks, outer) + index.head);
       __syncwarp();
@@ -262,21 +272,41 @@ struct Forward90 {
       const int q_first = now.q_first, q_last = min_int(q_first + kQTile, mask.q_end()) - 1;
       Walk walk(mask, q_first, q_last, 0, ceil_div(common.kv_seq_len, kKvTile));
       int tile = 0, state = kTileDead;
-      bool has_tile = walk.next(mask, &tile, &state), is_first = true;
+      bool has_tile = walk.next(mask, &tile, &state);
       now.num_tiles = has_tile ? 1 : 0;
       __syncwarp();
       if (is_leader) mbarrier_arrive(barrier(Shape::kWorkFull + works.slot));
-#pragma unroll 1
-      while (has_tile) {
-        int next_tile = 0, next_state = kTileDead;
-        const bool has_next = walk.next(mask, &next_tile, &next_state);
-        push_plan(&plans, TileWord::of(tile, state, is_first, !has_next, works.slot), is_leader);
-        is_first = false;
-        tile = next_tile;
-        state = next_state;
-        has_tile = has_next;
-      }
       works.advance();
+
+      if (has_tile) {
+        const int key_outer = map_outer(params.maps, kKeyMap, outer);
+        const int value_outer = map_outer(params.maps, kValueMap, outer);
+        const int query_outer = map_outer(params.maps, kQueryMap, outer);
+        // Keys run one tile ahead of values.
+        uint32_t value_of = 0;
+        bool is_first = true;
+#pragma unroll 1
+        while (has_tile) {
+          int next_tile = 0, next_state = kTileDead;
+          const bool has_next = walk.next(mask, &next_tile, &next_state);
+          const uint32_t word = TileWord::of(tile, state, !has_next);
+          if (is_first) load_query(now, 0, query_outer, query_parity, is_leader);
+          load_key(&key_ring, word, kv_head, key_outer, is_leader);
+          if (is_first) {
+#pragma unroll
+            for (int w = 1; w < kNumConsumers; ++w) load_query(now, w, query_outer, query_parity, is_leader);
+            query_parity ^= 1;
+          } else {
+            load_value(&value_ring, value_of, kv_head, value_outer, is_leader);
+          }
+          is_first = false;
+          value_of = word;
+          tile = next_tile;
+          state = next_state;
+          has_tile = has_next;
+        }
+        load_value(&value_ring, value_of, kv_head, value_outer, is_leader);
+      }
       item = __shfl_sync(0xffffffffu, next_item, __ffs(__ballot_sync(0xffffffffu, is_leader)) - 1);
     }
     if (Config::kIsPersistent && is_leader) {
@@ -284,72 +314,7 @@ struct Forward90 {
       work(works.slot).num_tiles = -1;
       mbarrier_arrive(barrier(Shape::kWorkFull + works.slot));
     }
-    push_plan(&plans, TileWord::kEnd, is_leader);
-  }
-
-  // ---- loader: a thread
-
-  FKL_DEVICE void load_query(const Work& of, int w, uint32_t parity) const {
-    const uint32_t full = barrier(Shape::kQueryFull + w);
-    mbarrier_wait(barrier(Shape::kQueryEmpty + w), parity ^ 1);
-    mbarrier_arrive_expect_bytes(full, Shape::kQueryBytes);
-#pragma unroll
-    for (int c = 0; c < Shape::kHeadChunks; ++c)
-      tma_load_4d(query(w) + static_cast<uint32_t>(c * 64 * kSwizzleBytes), &params.maps.map[kQueryMap], full,
-                  kSwizzleColumns * c, of.head, of.q_first + 64 * w, of.query_outer);
-  }
-  FKL_DEVICE void load_key(const Work& of, TileRing* ring, uint32_t word) const {
-    const int s = ring->slot;
-    const uint32_t full = barrier(Shape::kKeyFull + s);
-    mbarrier_wait(barrier(Shape::kKeyEmpty + s), ring->parity ^ 1);
-    store_shared_u32(key_word(s), word);
-    mbarrier_arrive_expect_bytes(full, Shape::kKeyBytes);
-#pragma unroll
-    for (int c = 0; c < Shape::kHeadChunks; ++c)
-      tma_load_4d(key(s) + static_cast<uint32_t>(c * kKvTile * kSwizzleBytes), &params.maps.map[kKeyMap], full,
-                  kSwizzleColumns * c, of.kv_head, TileWord::tile(word) * kKvTile, of.key_outer);
-    ring->advance();
-  }
-  FKL_DEVICE void load_value(const Work& of, TileRing* ring, uint32_t word) const {
-    const int s = ring->slot;
-    const uint32_t full = barrier(Shape::kValueFull + s);
-    mbarrier_wait(barrier(Shape::kValueEmpty + s), ring->parity ^ 1);
-    store_shared_u32(value_word(s), word);
-    mbarrier_arrive_expect_bytes(full, Shape::kValueBytes);
-#pragma unroll
-    for (int c = 0; c < Shape::kValueChunks; ++c)
-      tma_load_4d(value(s) + static_cast<uint32_t>(c * kKvTile * kSwizzleBytes), &params.maps.map[kValueMap], full,
-                  kSwizzleColumns * c, of.kv_head, TileWord::tile(word) * kKvTile, of.value_outer);
-    ring->advance();
-  }
-
-  FKL_DEVICE void load() const {
-    PlanRing plans;
-    TileRing key_ring, value_ring;
-    uint32_t query_parity = 0;
-    uint32_t word_before = 0;
-#pragma unroll 1
-    while (true) {
-      mbarrier_wait(barrier(Shape::kPlanFull + plans.slot), plans.parity);
-      const uint32_t word = load_shared_u32(plan_word(plans.slot));
-      mbarrier_arrive(barrier(Shape::kPlanEmpty + plans.slot));
-      plans.advance();
-      if (word == TileWord::kEnd) break;
-      const Work& now = work(TileWord::work_slot(word));
-      // Keys run one tile ahead of values, and warpgroup 0 can start without the others.
-      if (word & TileWord::kFirst) load_query(now, 0, query_parity);
-      load_key(now, &key_ring, word);
-      if (word & TileWord::kFirst) {
-#pragma unroll
-        for (int w = 1; w < kNumConsumers; ++w) load_query(now, w, query_parity);
-        query_parity ^= 1;
-      } else {
-        load_value(now, &value_ring, word_before);
-      }
-      if (word & TileWord::kLast) load_value(now, &value_ring, word);
-      word_before = word;
-    }
-    if (kGuardsValues) {
+    if (kGuardsValues && is_leader) {
       const int s = value_ring.slot;
       mbarrier_wait(barrier(Shape::kValueEmpty + s), value_ring.parity ^ 1);
       store_shared_u32(value_word(s), TileWord::kEnd);
@@ -369,31 +334,26 @@ struct Forward90 {
       const uint32_t word = load_shared_u32(value_word(s));
       if (word == TileWord::kEnd) return;
       if (word & TileWord::kMixed) {
-        uint32_t any_rows = 0;
+        uint32_t low_rows = 0, high_rows = 0;
+        // Groups of eight rows in turn: 1024 bytes in each chunk of columns.
 #pragma unroll 1
-        for (int number = 0; number < 4; ++number) {
-          uint32_t rows = 0;
-#pragma unroll 1
-          for (int i = 0; i < 4; ++i) {
-            // Of eight rows: 1024 bytes in each chunk of columns.
-            const int group = (4 * number + i) * kNumCheckers + checker;
-            if (group >= kKvTile / 8) break;
-            const uint32_t first = value(s) + static_cast<uint32_t>(group * 8 * kSwizzleBytes);
-            bool found = false;
+        for (int turn = 0, group = checker; group < kKvTile / 8; ++turn, group += kNumCheckers) {
+          const uint32_t first = value(s) + static_cast<uint32_t>(group * 8 * kSwizzleBytes);
+          bool found = false;
 #pragma unroll
-            for (int c = 0; c < Shape::kValueChunks; ++c) {
+          for (int c = 0; c < Shape::kValueChunks; ++c) {
 #pragma unroll
-              for (int half = 0; half < 2; ++half)
-                found |= has_non_finite<Element>(
-                    load_shared_16(first + static_cast<uint32_t>(c * kKvTile * kSwizzleBytes +
-                                                                 (half * kWarpSize + lane) * kChunkBytes)));
-            }
-            if (__any_sync(0xffffffffu, found)) rows |= clear_rows(first, lane) << 8 * i;
+            for (int i = 0; i < 2; ++i)
+              found |= has_non_finite<Element>(load_shared_16(
+                  first + static_cast<uint32_t>(c * kKvTile * kSwizzleBytes + (i * kWarpSize + lane) * kChunkBytes)));
           }
-          if (lane == 0) store_shared_u32(cleared(s) + static_cast<uint32_t>(16 * checker + 4 * number), rows);
-          any_rows |= rows;
+          if (!__any_sync(0xffffffffu, found)) continue;
+          const uint32_t rows = clear_rows(first, lane) << (turn % 4 * 8);
+          low_rows |= turn < 4 ? rows : 0;
+          high_rows |= turn < 4 ? 0 : rows;
         }
-        if (any_rows) fence_proxy_async();
+        if (low_rows | high_rows) fence_proxy_async();
+        if (lane == 0) store_shared_8(cleared(s) + static_cast<uint32_t>(8 * checker), low_rows, high_rows);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(barrier(Shape::kValueChecked + s));
       }
@@ -475,18 +435,15 @@ struct Forward90 {
     mbarrier_wait(barrier(Shape::kValueChecked + s), me->checked_parity >> s & 1);
     me->checked_parity ^= 1u << s;
     const Chunk16 first = load_shared_16(cleared(s));
-    const Chunk16 second = load_shared_16(cleared(s) + 16);
-    uint32_t any_rows = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) any_rows |= first.word[i] | second.word[i];
-    if (any_rows == 0) return;
+    const Chunk8 last = load_shared_8(cleared(s) + 16);
+    if ((first.word[0] | first.word[1] | first.word[2] | first.word[3] | last.word[0] | last.word[1]) == 0) return;
 #pragma unroll 1
-    for (int i = 0; i < 4 * kNumCheckers; ++i) {
+    for (int i = 0; i < 2 * kNumCheckers; ++i) {
       uint32_t rows = load_shared_u32(cleared(s) + static_cast<uint32_t>(4 * i));
 #pragma unroll 1
       for (; rows != 0; rows &= rows - 1) {
         const int bit = __ffs(static_cast<int>(rows)) - 1;
-        const int row = ((i % 4 * 4 + bit / 8) * kNumCheckers + i / 4) * 8 + bit % 8;
+        const int row = ((i % 2 * 4 + bit / 8) * kNumCheckers + i / 2) * 8 + bit % 8;
         Poisoned::template add<Mma<Element>>(
             acc_o, probs, row, now.value + (TileWord::tile(word) * kKvTile + row) * params.common.value.row_stride,
             params.common.value_head_dim, me->lane);
@@ -676,11 +633,9 @@ FKL_DEVICE void forward_sm90(const ForwardParams& params) {
   if (warp < 4) {
     register_count_decrease<Shape::kProducerRegisters>();
     if (warp == 0) {
-      if (elect_one()) kernel.load();
-    } else if (warp == 1) {
-      kernel.plan();
+      kernel.produce();
     } else if (Kernel::kGuardsValues) {
-      kernel.check_values(warp - 2, lane);
+      kernel.check_values(warp - 1, lane);
     }
   } else {
     register_count_increase<Shape::kConsumerRegisters>();
