@@ -1,27 +1,21 @@
-// dK and dV, and dQ by asynchronous additions: the main kernel of the backward
-// on compute capability 9.0.
+// dK and dV, and dQ by asynchronous additions: the main kernel of the backward on compute capability 9.0.
 //
-// A block owns kKvTile keys of one key/value head and goes through the query
-// heads of its group and their live query tiles, as backward_keys_sm80 does; dK
-// and dV stay in registers. Three warpgroups: warp 0 of the first finds the
-// tiles and loads them (TMA), warps 1 and 2 add dQ to global memory (bulk
-// reductions), the other two warpgroups compute:
+// A block owns kKvTile keys of one key/value head and goes through the query heads of its group and their live query
+// tiles, as backward_keys_sm80 does; dK and dV stay in registers. Three warpgroups: warp 0 of the first finds the tiles
+// and loads them (TMA), warps 1 and 2 add dQ to global memory (bulk reductions), the other two warpgroups compute:
 //
-//   S^T = K Q^T      the accumulators start from -lse / scale, so that P =
-//   exp2(factor * S) dP^T = V dO^T    the accumulators start from -delta, so
-//   that dS = P * dP dV += P^T dO     P^T and dS^T come straight from registers
+//   S^T = K Q^T      the accumulators start from -lse / scale, so that P = exp2(factor * S)
+//   dP^T = V dO^T    the accumulators start from -delta, so that dS = P * dP
+//   dV += P^T dO     P^T and dS^T come straight from registers
 //   dS               to shared memory, once
-//   dQ = dS K        each warpgroup a part; by way of shared memory to the
-//   float accumulator dK += dS^T Q
+//   dQ = dS K        each warpgroup a part; by way of shared memory to the float accumulator
+//   dK += dS^T Q
 //
-// Up to 128 columns a warpgroup owns 64 keys. With wider heads dK and dV do not
-// fit: the block has 64 keys (kSharesKeys), each warpgroup computes the scores
-// of half of the queries and owns half of the columns; then P goes through
-// shared memory too, and dQ is added from registers, for there is no room to
-// stage it.
+// Up to 128 columns a warpgroup owns 64 keys. With wider heads dK and dV do not fit: the block has 64 keys
+// (kSharesKeys), each warpgroup computes the scores of half of the queries and owns half of the columns; then P goes
+// through shared memory too, and dQ is added from registers, for there is no room to stage it.
 //
-// Starting the accumulators from the statistics bought 3 to 6 %, the second
-// buffer of dQ 4 to 8 % (H200, 128 columns).
+// Starting the accumulators from the statistics bought 3 to 6 %, the second buffer of dQ 4 to 8 % (H200, 128 columns).
 #ifndef FKL_DEVICE_KERNELS_BACKWARD_KEYS_SM90_CUH_
 #define FKL_DEVICE_KERNELS_BACKWARD_KEYS_SM90_CUH_
 
@@ -31,9 +25,8 @@
 
 namespace fkl {
 
-// A matrix in shared memory as TMA writes it and wgmma reads it: chunks of 64
-// columns, one after the other, each of kRows rows of 128 bytes whose 16-byte
-// units are permuted by the row's number. Columns beyond the matrix are 0.
+// A matrix in shared memory as TMA writes it and wgmma reads it: chunks of 64 columns, one after the other, each of
+// kRows rows of 128 bytes whose 16-byte units are permuted by the row's number. Columns beyond the matrix are 0.
 template <int kRowsValue, int kColumnsValue>
 struct ChunkedTile {
   static constexpr int kRows = kRowsValue, kColumns = kColumnsValue;
@@ -56,9 +49,8 @@ struct BackwardKeysSm90Shape {
   static constexpr bool kSharesKeys = Config::kSharesKeys;
   static constexpr int kThreads = 3 * 128, kConsumers = 2 * 128;
   static constexpr int kScoreColumns = kSharesKeys ? kQTile / 2 : kQTile;  // queries of a warpgroup's scores
-  // Columns of a warpgroup's dK and dV, in steps that wgmma wrappers exist for.
-  // Those beyond the head are computed from whatever follows in shared memory
-  // and not stored.
+  // Columns of a warpgroup's dK and dV, in steps that wgmma wrappers exist for. Those beyond the head are computed from
+  // whatever follows in shared memory and not stored.
   static constexpr int kWidthK = !kSharesKeys              ? key_gradient_width(Config::kHeadDim, kQTile)
                                  : Config::kHeadDim <= 128 ? 64
                                                            : 128;
@@ -74,8 +66,7 @@ struct BackwardKeysSm90Shape {
   using QueryTile = ChunkedTile<kQTile, Config::kHeadDim>;
   using DoutTile = ChunkedTile<kQTile, Config::kValueHeadDim>;
   using ScoreTile = ChunkedTile<kQTile, kKvTile>;
-  // Rows of the accumulator tile that a warpgroup adds, as a part of contiguous
-  // floats.
+  // Rows of the accumulator tile that a warpgroup adds, as a part of contiguous floats.
   static constexpr int kDqueryBytes = kSharesKeys ? 0 : 64 * 64 * 4;
 
   // Byte offsets in shared memory.
@@ -115,8 +106,7 @@ struct BackwardKeysSm90 {
   static constexpr int kTiles = Shape::kScoreColumns / 8;  // of a warpgroup's scores: four per thread
   // Rows that attend to nothing exist, and what is in them may be anything.
   static constexpr bool kHasDeadRows = !Mask::kIsTrivial || !kIsPlain;
-  // What finds the tiles needs registers of its own, unless it only looks at
-  // the ends.
+  // What finds the tiles needs registers of its own, unless it only looks at the ends.
   static constexpr int kConsumerRegisters = Mask::kIsBoundsOnly ? 240 : 232;
   static constexpr int kOtherRegisters = Mask::kIsBoundsOnly ? 24 : 40;
 
@@ -305,8 +295,7 @@ struct BackwardKeysSm90 {
     }
     wgmma_commit();
   }
-  // acc += X^T B: X the warpgroup's P or dS in registers, B the rows of dO or
-  // Q.
+  // acc += X^T B: X the warpgroup's P or dS in registers, B the rows of dO or Q.
   template <class TileB, int kAccTiles>
   static FKL_DEVICE void multiply_keys(float (&acc)[kAccTiles][4], const uint32_t (&x)[kTiles / 2][4],
                                        uint32_t b_tile) {
@@ -347,8 +336,7 @@ struct BackwardKeysSm90 {
       packed[i / 4][i % 4] = Conversion<Element>::pack(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
   }
 
-  // The warp's P^T or dS^T, transposed; `address` is the lane's row of the
-  // tile.
+  // The warp's P^T or dS^T, transposed; `address` is the lane's row of the tile.
   static FKL_DEVICE void store_scores(uint32_t address, const uint32_t (&packed)[kTiles / 2][4]) {
 #pragma unroll
     for (int k = 0; k < kTiles / 2; ++k)
@@ -405,8 +393,7 @@ struct BackwardKeysSm90 {
     head.flush_dbias(kv, lane, dbias_sum);
   }
 
-  // Rows that are marked (backward_rows_sm90.cuh) become 0, in both tiles; all
-  // consumer warps come.
+  // Rows that are marked (backward_rows_sm90.cuh) become 0, in both tiles; all consumer warps come.
   FKL_DEVICE void clear_marked_rows(int stage, int warp, int lane) const {
     for (int row = warp; row < kQTile; row += 8) {
       const float start = load_shared_f32(statistics(stage) + 4 * row);
@@ -420,9 +407,8 @@ struct BackwardKeysSm90 {
     named_barrier_sync(kBoth, Shape::kConsumers);
   }
 
-  // Keys whose K is not finite: cleared, so that a dS of 0 does not meet them;
-  // bit r of the result is key r of the warp's
-  // 16. Their live scores become NaN again.
+  // Keys whose K is not finite: cleared, so that a dS of 0 does not meet them; bit r of the result is key r of the
+  // warp's 16. Their live scores become NaN again.
   FKL_DEVICE unsigned clear_poisoned_keys(int first_key, int lane, bool* is_any) const {
     constexpr int kUnits = 8 * KeyTile::kChunks;
     bool found = false;
@@ -468,8 +454,7 @@ struct BackwardKeysSm90 {
     return Conversion<Element>::pack(x[first] * factor, x[first + 1] * factor);
   }
 
-  // 16 rows of the warp by way of its own rows of a tile in shared memory,
-  // whole units at a time.
+  // 16 rows of the warp by way of its own rows of a tile in shared memory, whole units at a time.
   template <class Tile, int kAccTiles>
   static FKL_DEVICE void store_rows(const float (&acc)[kAccTiles][4], float factor, uint32_t tile, int tile_row,
                                     int first_unit, Element* data, long long row_stride, int num_rows, int num_columns,
@@ -516,8 +501,7 @@ struct BackwardKeysSm90 {
     float acc_dk[kWidthK / 8][4], acc_dv[kWidthV / 8][4];
     clear(acc_dk);
     clear(acc_dv);
-    wgmma_touch(acc_dk);  // or ptxas sees zeros written while a wgmma runs and
-                          // serialises all of them
+    wgmma_touch(acc_dk);  // or ptxas sees zeros written while a wgmma runs and serialises all of them
     wgmma_touch(acc_dv);
     Head head;
     int bound_member = -1;
@@ -674,8 +658,7 @@ struct BackwardKeysSm90 {
       if (is_leader) store_shared_8(dquery_info(end_slot), static_cast<uint32_t>(kEnd), 0);
       named_barrier_arrive(kDqueryFull + end_slot, 160);
     }
-    // Keys and values are read by both warpgroups and become the place of dK
-    // and dV.
+    // Keys and values are read by both warpgroups and become the place of dK and dV.
     named_barrier_sync(kBoth, Shape::kConsumers);
     const KeyBlock block = this_block();
     const OuterIndex outer = outer_index(common, block.outer);

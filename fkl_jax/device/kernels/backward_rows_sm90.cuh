@@ -1,5 +1,5 @@
-// The small kernels around backward_keys_sm90: as those of backward_rows_sm80,
-// with statistics that accumulators can start from.
+// The small kernels around backward_keys_sm90: as those of backward_rows_sm80, with statistics that accumulators can
+// start from.
 #ifndef FKL_DEVICE_KERNELS_BACKWARD_ROWS_SM90_CUH_
 #define FKL_DEVICE_KERNELS_BACKWARD_ROWS_SM90_CUH_
 
@@ -7,15 +7,13 @@
 
 namespace fkl {
 
-// Columns of dK, and of the accumulator of dQ, which the two warpgroups divide
-// by rows, or as 64 columns and the rest.
+// Columns of dK, and of the accumulator of dQ, which the two warpgroups divide by rows, or as 64 columns and the rest.
 FKL_CONSTEXPR int key_gradient_width(int head_dim, int q_tile) {
   return q_tile == 128 ? 64 : head_dim <= 96 ? 96 : 128;
 }
 FKL_CONSTEXPR int value_gradient_width(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : 128; }
 
-// Where the blocks of 16 x 16 of a tile of dQ are (DqueryBlock): what a
-// warpgroup adds is contiguous.
+// Where the blocks of 16 x 16 of a tile of dQ are (DqueryBlock): what a warpgroup adds is contiguous.
 template <class Config>
 struct DqueryOrderSm90 {
   static constexpr int kColumns =
@@ -27,8 +25,8 @@ struct DqueryOrderSm90 {
   }
 };
 
-// P = exp2(factor * S) if S starts from -lse_log2 / factor. A scale of 0 has no
-// such start; the products that so small a one adds are lost in the sum.
+// P = exp2(factor * S) if S starts from -lse_log2 / factor. A scale of 0 has no such start; the products that so small
+// a one adds are lost in the sum.
 FKL_DEVICE float softmax_factor(float scale) {
   constexpr float kSmallest = 1e-20f;
   const float factor = scale * kLog2e;
