@@ -13,9 +13,8 @@ from ._cuda_launch import Glue
 from ._functors import CAPTURE_TYPES, functor
 from ._program import Program
 from ._spec import AttentionSpec
-from ._tuning import Plan, choose_plan, tune_key
+from ._tuning import MAX_HEAD_DIM, Plan, choose_plan, tune_key
 
-MAX_HEAD_DIM = 256
 MAX_CAPTURES = 12  # kMaxCaptures of device/attention/params.cuh
 _SAVED = ("out", "lse", "dout", "dlse")
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from fkl_jax._cuda_launch import Kernel, Launch, TensorMap
-from fkl_jax._tuning import Plan, TuneKey
+from fkl_jax._tuning import Plan, TuneKey, first_that_fits
 
-MAX_HEAD_DIM = 256
 # Accumulators of a thread: what is left of 255 registers holds operands and addresses.
 _MAX_ACCUMULATORS = 192
 _ROW_THREADS = 128  # kBackwardRowThreads
@@ -171,11 +170,6 @@ def choose(key: TuneKey) -> Plan:
     Raises:
         NotImplementedError: the reason why the kernels cannot take it.
     """
-    if max(key.head_dim, key.value_head_dim) > MAX_HEAD_DIM:
-        raise NotImplementedError(
-            f"head dims {key.head_dim} and {key.value_head_dim} (padded) are above "
-            f"{MAX_HEAD_DIM}"
-        )
     if key.deterministic and (key.bias_gradient or key.capture_gradients):
         what = "the bias" if key.bias_gradient else "captured arrays"
         raise NotImplementedError(
@@ -344,15 +338,12 @@ def _itemsize(key: TuneKey) -> int:
 
 
 def _first_that_fits(key: TuneKey, tiles: Iterable[_Tile]) -> _Tile:
-    for tile in tiles:
-        sizes = key.head_dim, key.value_head_dim
-        shared_bytes = tile.shared_bytes(*sizes, _itemsize(key))
-        if (
-            shared_bytes <= key.max_shared_bytes
+    sizes = key.head_dim, key.value_head_dim
+
+    def fits(tile: _Tile) -> bool:
+        return (
+            tile.shared_bytes(*sizes, _itemsize(key)) <= key.max_shared_bytes
             and tile.accumulators(*sizes) <= _MAX_ACCUMULATORS
-        ):
-            return tile
-    raise NotImplementedError(
-        f"head dims {key.head_dim} and {key.value_head_dim} (padded) of {key.dtype} "
-        f"need more than the {key.max_shared_bytes} bytes of shared memory of this GPU"
-    )
+        )
+
+    return first_that_fits(key, tiles, fits)

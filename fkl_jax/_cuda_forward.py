@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from fkl_jax._cuda_launch import Kernel, Launch, TensorMap
-from fkl_jax._tuning import Plan, TuneKey
+from fkl_jax._tuning import MAX_HEAD_DIM, Plan, TuneKey, first_that_fits
 
-MAX_HEAD_DIM = 256
 _MAX_SPLITS = 128  # kMaxSplits of device/attention/params.cuh
 _STATE_BYTES = 1024  # kMaxStateBytes of device/kernels/forward_sm80.cuh
 _WALK_BYTES = 64  # kMaxWalkBytes
@@ -208,11 +207,6 @@ def choose(key: TuneKey) -> Plan:
     Raises:
         NotImplementedError: the reason why the kernels cannot take it.
     """
-    if max(key.head_dim, key.value_head_dim) > MAX_HEAD_DIM:
-        raise NotImplementedError(
-            f"head dims {key.head_dim} and {key.value_head_dim} (padded) are above "
-            f"{MAX_HEAD_DIM}"
-        )
     packed = key.group if key.merged_query else 1
     if key.q_seq_len * packed <= _MAX_DECODE_ROWS:
         return decode_plan(key, _first_that_fits(key, decode_tiles(key)))
@@ -403,10 +397,6 @@ def _shared_bytes(key: TuneKey, tile: ForwardTile | DecodeTile) -> int:
 
 
 def _first_that_fits(key: TuneKey, tiles: Iterable[_Tile]) -> _Tile:
-    for tile in tiles:
-        if _shared_bytes(key, tile) <= key.max_shared_bytes:
-            return tile
-    raise NotImplementedError(
-        f"head dims {key.head_dim} and {key.value_head_dim} (padded) of {key.dtype} "
-        f"need more than the {key.max_shared_bytes} bytes of shared memory of this GPU"
+    return first_that_fits(
+        key, tiles, lambda tile: _shared_bytes(key, tile) <= key.max_shared_bytes
     )

@@ -9,12 +9,15 @@ are aligned is not in the key but decided by the host from the real buffers
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import jax
 
 from fkl_jax._cuda_launch import Launch
+
+MAX_HEAD_DIM = 256
+_Tile = TypeVar("_Tile")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,12 +171,34 @@ def choose_plan(key: TuneKey) -> Plan:
     Raises:
         NotImplementedError: no kernel takes such calls; the text says why.
     """
+    if max(key.head_dim, key.value_head_dim) > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"head dims {key.head_dim} and {key.value_head_dim} (padded) are above "
+            f"{MAX_HEAD_DIM}"
+        )
     # Imported when a call is lowered for a GPU: on any other machine nobody needs them.
     if key.direction == "forward":
         from ._cuda_forward import choose
     else:
         from ._cuda_backward import choose
     return choose(key)
+
+
+def first_that_fits(
+    key: TuneKey, tiles: Iterable[_Tile], fits: Callable[[_Tile], bool]
+) -> _Tile:
+    """Return the first tile that a block has the memory for.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    for tile in tiles:
+        if fits(tile):
+            return tile
+    raise NotImplementedError(
+        f"head dims {key.head_dim} and {key.value_head_dim} (padded) of {key.dtype} "
+        f"need more than the {key.max_shared_bytes} bytes of shared memory of this GPU"
+    )
 
 
 def local_gpu() -> Gpu:
