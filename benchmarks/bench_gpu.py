@@ -291,7 +291,8 @@ def calls_of(work: Workload, gradient: bool, with_torch: bool) -> dict[str, Call
     for name, make in JAX_PEERS.items():
         try:
             attend = make(work)
-        except ImportError:
+        except ImportError as e:
+            print(f"{name} left out: {e}", file=sys.stderr)
             continue
         if attend is not None:
             calls[name] = jax_call(attend, work, gradient)

@@ -8,10 +8,20 @@ import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 import fkl_jax
 
 DEVICE = Path(fkl_jax.__file__).parent / "device"
+
+
+def missing(reason: str) -> NoReturn:
+    """Skip a test that needs NVRTC, or fail it where NVRTC is required to be there."""
+    if os.environ.get("FKL_JAX_REQUIRE_NVRTC", "0") not in ("", "0"):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @dataclasses.dataclass(frozen=True)

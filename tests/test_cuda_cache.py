@@ -9,17 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nvrtc
 import pytest
 
 import fkl_jax
-from fkl_jax import _ffi
-
-try:
-    from fkl_jax import _ext
-except ImportError:
-    _ext = None
-
-pytestmark = pytest.mark.skipif(_ext is None, reason="the extension is not built")
+from fkl_jax import _ext, _ffi
 
 DEVICE = Path(fkl_jax.__file__).parent / "device"
 ARCH = "sm_80"
@@ -61,7 +55,7 @@ def _nvrtc():
     try:
         yield _ext.nvrtc_version()
     except RuntimeError as missing:
-        pytest.skip(str(missing))
+        nvrtc.missing(str(missing))
     finally:
         _ffi.configure_cuda()
 

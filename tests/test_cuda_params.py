@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from fkl_jax import _ext
 from fkl_jax._cuda_launch import (
     Kernel,
     Launch,
@@ -15,13 +16,6 @@ from fkl_jax._cuda_launch import (
     backward_workspace_bytes,
     forward_workspace_bytes,
 )
-
-try:
-    from fkl_jax import _ext
-except ImportError:
-    _ext = None
-
-pytestmark = pytest.mark.skipif(_ext is None, reason="the extension is not built")
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint8": 1}
 T, S, N, K, H, HV = 6, 10, 4, 2, 16, 8
