@@ -143,7 +143,12 @@ def _trace_all(
     _trace.check_effects(jaxpr, where)
     capture_avals = tuple(jax.ShapeDtypeStruct(np.shape(c), c.dtype) for c in captures)
     key = _Key(jaxpr, kind, capture_avals, len(leaves), dtype, function)
-    return (_compile_fresh if key.text is None else _compile_cached)(key), captures
+    if key.text is not None:
+        traced = _compile_cached(key)
+        if traced.program is not None:
+            return traced, captures
+    # Not from the cache: a reason for having no program names a line of this function.
+    return _compile_fresh(key), captures
 
 
 class _Key:

@@ -127,6 +127,14 @@ def test_what_no_program_can_say_is_named_with_its_line(function, word):
     assert re.search(r"test_program\.py:\d+", mod.unsupported), mod.unsupported
 
 
+def test_equal_functions_are_refused_each_with_its_own_line():
+    first = _score(lambda s, b, h, q, kv: s - jax.lax.erf_inv(s))[0]
+    second = _score(lambda s, b, h, q, kv: s - jax.lax.erf_inv(s))[0]
+    assert first == second
+    lines = [int(m.unsupported.rpartition(":")[2]) for m in (first, second)]
+    assert lines[1] == lines[0] + 1
+
+
 def test_masks_conjoin():
     mod, captures = trace_masks([Causal(), MaskMod(lambda b, h, q, kv: kv % 2 == 0)])
     assert mod.program.nodes[mod.program.result].op == "and.bool"
