@@ -217,8 +217,8 @@ class DenseMask(MaskMod):
     """Live where an array says so.
 
     Args:
-        array: bool, shape (T, S), (N|1, T, S) or (B|1, N|1, T, S); True = attend. Read
-            at global indices.
+        array: bool, shape (T, S), (N, T, S) or (B, N, T, S), each axis full or 1 (1 =
+            the same for all); True = attend. Read at global indices.
     """
 
     def __init__(self, array: ArrayLike):
@@ -232,7 +232,7 @@ class DenseMask(MaskMod):
         if mask.ndim not in (2, 3, 4):
             raise ValueError(
                 f"attention: array of DenseMask has shape {mask.shape}; it must be "
-                "(T, S), (N|1, T, S) or (B|1, N|1, T, S)."
+                "(T, S), (N, T, S) or (B, N, T, S), each axis full or 1."
             )
         super().__init__(_dense_mask, mask)
 
@@ -240,8 +240,7 @@ class DenseMask(MaskMod):
         shape = self.params[0].shape
         axes = ("batch", "num_q_heads", "q_seq_len", "kv_seq_len")[-len(shape) :]
         for axis, what in enumerate(axes):
-            # The axes of batch and heads may be 1, then all share it.
-            if shape[axis] != 1 or what.endswith("seq_len"):
+            if shape[axis] != 1:
                 sizes.check_axis("array of DenseMask", shape, axis, what)
 
 

@@ -430,6 +430,14 @@ MASK_MODS = {
             dense=_dense_at,
         ),
         MaskEntry(
+            name="dense_of_keys",
+            make_params=lambda rng, z: (
+                rng.random((z.batch, 1, 1, z.kv_seq_len)) < 0.6,
+            ),
+            build=lambda mask: fkl_jax.DenseMask(mask),
+            dense=_dense_at,
+        ),
+        MaskEntry(
             name="causal_or_prefix",
             make_params=lambda rng, z: (_int(3),),
             build=lambda w: fkl_jax.Causal() | fkl_jax.SlidingWindow(None, w),
