@@ -3,8 +3,8 @@
 Which they are was read off its public tests and documentation: element types with
 grouped heads, with and without vmap; bias, causal, padding, custom mask, windows and
 their combinations; gradients of the bias, with a mask of three axes; large heads; the
-residual; operands sharded over batch and heads. The expected values come from `jax.nn`
-itself in float64, except on rows that see no key (semantics.md, section 9).
+residual; operands sharded over batch and heads. Each result is compared with the
+formula in float64, and may err twice as much as that of `jax.nn`.
 """
 
 import functools
@@ -34,6 +34,33 @@ def _qkv(batch=(B,), kv_heads=N, head_dim=H):
     )
 
 
+def _formula(
+    query, key, value, bias=None, mask=None, *, scale=None, is_causal=False,
+    query_seq_lengths=None, key_value_seq_lengths=None, local_window_size=None,
+    return_residual=False,
+):  # fmt: skip
+    """`dot_product_attention` for equal lengths, as one writes it down."""
+    group = query.shape[-2] // key.shape[-2]
+    key, value = (jnp.repeat(x, group, axis=-2) for x in (key, value))
+    scores = jnp.einsum("...ihd,...jhd->...hij", query, key)
+    scores *= query.shape[-1] ** -0.5 if scale is None else scale
+    if bias is not None:
+        scores += bias
+    i, j = jnp.arange(L)[:, None], jnp.arange(L)[None, :]
+    live = jnp.ones((L, L), bool) if mask is None else mask
+    if is_causal:
+        live &= j <= i
+    if local_window_size is not None:
+        left, right = local_window_size
+        live &= (i - left <= j) & (j <= i + right)
+    if key_value_seq_lengths is not None:
+        live &= j < key_value_seq_lengths[:, None, None, None]
+    scores = jnp.where(live, scores, -jnp.inf)
+    out = jnp.einsum("...hij,...jhd->...ihd", jax.nn.softmax(scores), value)
+    lse = jax.lax.stop_gradient(jax.nn.logsumexp(scores, axis=-1))
+    return (out, jnp.swapaxes(lse, -1, -2)) if return_residual else out
+
+
 def _check(floats, others, static, dtype, backend, in_axes=None):
     """Values and gradients err at most twice as much as those of `jax.nn`.
 
@@ -45,9 +72,8 @@ def _check(floats, others, static, dtype, backend, in_axes=None):
     """
     shape = floats["query"].shape
     weight = normal(*shape, seed=9)
-    lse_weight = normal(*shape[:-1], seed=10)
 
-    def run(function, low, others, weights):
+    def run(function, low, others, weight):
         function = functools.partial(function, **static)
         if in_axes is not None:
             function = jax.vmap(function, in_axes)
@@ -59,10 +85,10 @@ def _check(floats, others, static, dtype, backend, in_axes=None):
             out, *lse = out if isinstance(out, tuple) else (out,)
             lengths = others.get("query_seq_lengths")
             if lengths is not None:
-                # Rows of padding are 0 here; what jax.nn gives depends on its backend.
+                # Rows of padding are 0 here; what jax.nn gives depends on its version.
                 rows = jnp.arange(L) < lengths[:, None]
                 out = jnp.where(rows[..., None, None], out, 0)
-            return jnp.sum(out.astype(weights[0].dtype) * weights[0]), (out, *lse)
+            return jnp.sum(out.astype(weight.dtype) * weight), (out, *lse)
 
         (_, results), grads = jax.value_and_grad(loss, has_aux=True)(low)
         return results, grads
@@ -70,17 +96,16 @@ def _check(floats, others, static, dtype, backend, in_axes=None):
     low = {k: jnp.asarray(x, dtype) for k, x in floats.items()}
     # The 16-bit operands as they are: having rounded them is nobody's error.
     same = {k: np.asarray(x, np.float64) for k, x in low.items()}
-    weights = (weight, lse_weight)
     ours = functools.partial(fkl_jax.dot_product_attention, implementation=backend)
-    got = jax.jit(functools.partial(run, ours))(low, others, weights)
+    got = jax.jit(functools.partial(run, ours))(low, others, weight)
     theirs = functools.partial(run, jax.nn.dot_product_attention)
     if dtype == "float16":
         # On a CPU jax.nn has no gradient for it: float32, and the results rounded.
-        peer = jax.jit(theirs)(jax.tree.map(jnp.float32, low), others, weights)
+        peer = jax.jit(theirs)(jax.tree.map(jnp.float32, low), others, weight)
         peer = jax.tree.map(lambda p, g: p.astype(g.dtype), peer, got)
     else:
-        peer = jax.jit(theirs)(low, others, weights)
-    exact = in_float64(theirs, same, others, weights)
+        peer = jax.jit(theirs)(low, others, weight)
+    exact = in_float64(functools.partial(run, _formula), same, others, weight)
     assert jax.tree.structure(got) == jax.tree.structure(peer)
 
     def check(got, peer, exact):
