@@ -367,17 +367,14 @@ class GroupedQueryAttention(nnx.Module):
         max_length = self.cached_key.shape[-3]
         count = key.shape[-3] if lengths is None else jnp.asarray(lengths)
         _layers.check_room(index, count, max_length, "fkl_jax.flax")
-        self.cached_key[...] = _layers.append(self.cached_key[...], key, index)
-        self.cached_value[...] = _layers.append(self.cached_value[...], value, index)
+        keys = _layers.append(self.cached_key[...], key, index)
+        values = _layers.append(self.cached_value[...], value, index)
+        out = _layers.cached_attention(query, keys, values, index, lengths, **options)
+        # Only now: a call that raises leaves the cache as it was.
+        self.cached_key[...] = keys
+        self.cached_value[...] = values
         self.cache_index[...] = index + count
-        return _layers.cached_attention(
-            query,
-            self.cached_key[...],
-            self.cached_value[...],
-            index,
-            lengths,
-            **options,
-        )
+        return out
 
 
 # --- private -------------------------------------------------------------------------

@@ -38,10 +38,8 @@ def _mask(*shape):
 
 CASES = {
     "plain": {},
-    "bias": {"bias": normal(B, N, T, S, seed=5)},
     "bias_broadcast": {"bias": normal(1, N, 1, S, seed=5)},
     "bias_two_axes": {"bias": normal(T, S, seed=5)},
-    "mask": {"mask": _mask(B, N, T, S)},
     "mask_float": {"mask": _mask(B, 1, T, S).astype(np.float32)},
     "mask_of_keys": {"mask": _mask(B, 1, 1, S)},
     "mask_two_axes": {"mask": _mask(T, S)},
@@ -563,6 +561,9 @@ def test_layer_refuses_what_it_cannot_do():
     layer.init_cache((B, T, D))
     with pytest.raises(ValueError, match="segment_ids"):
         layer(x, decode=True, segment_ids=jnp.zeros((B, T), jnp.int32))
+    with pytest.raises(TypeError, match="q_seq_lengths"):
+        layer(x, decode=True, lengths=jnp.ones(B))
+    assert not layer.cache_index[...].any() and not layer.cached_key[...].any()
 
 
 @pytest.mark.parametrize(
