@@ -203,7 +203,7 @@ struct ScoreMask {
   typename MaskMod::Head head_;
 };
 
-// Goes through the tiles of the other side that are not dead, ascending. Warp-uniform: all lanes of
+// Goes through the tiles of the other side that are not dead, ascending (or descending). Warp-uniform: all lanes of
 // a warp call it together, and every warp of a block finds the same. `kTilesAreKeys`: the fixed
 // tile is one of queries (fixed_first .. fixed_last inclusive) and it goes through tiles of keys,
 // else the other way round.
@@ -215,8 +215,9 @@ struct TileWalk {
   static constexpr int kTile = kTilesAreKeys ? kKvTile : kQTile;
 
   FKL_DEVICE TileWalk(const Mask& mask, int fixed_first, int fixed_last, int tile_begin,
-                      int tile_end)
-      : fixed_first_(fixed_first),
+                      int tile_end, bool descends = false)
+      : descends_(descends),
+        fixed_first_(fixed_first),
         fixed_last_(fixed_last),
         next_(tile_begin),
         end_(tile_end),
@@ -237,7 +238,7 @@ struct TileWalk {
   FKL_DEVICE bool next(const Mask& mask, int* tile, int* state) {
     if constexpr (Mask::kIsBoundsOnly) {
       if (next_ >= end_) return false;
-      *tile = next_++;
+      *tile = descends_ ? --end_ : next_++;
       *state = classify(mask, *tile);
       return true;
     } else {
@@ -245,10 +246,11 @@ struct TileWalk {
         if (next_ >= end_) return false;
         classify_group(mask);
       }
-      const int lane = __ffs(static_cast<int>(present_)) - 1;
-      *tile = next_ - 32 + lane;
+      const int present = static_cast<int>(present_);
+      const int lane = descends_ ? 31 - __clz(present) : __ffs(present) - 1;
+      *tile = (descends_ ? end_ : next_ - 32) + lane;
       *state = (mixed_ >> lane) & 1u ? kTileMixed : kTileLive;
-      present_ &= present_ - 1u;
+      present_ ^= 1u << lane;
       return true;
     }
   }
@@ -260,10 +262,11 @@ struct TileWalk {
                          : mask.classify_without_ids(first, last, fixed_first_, fixed_last_);
   }
 
-  // Tiles next_ .. next_ + 31.
+  // Tiles next_ .. next_ + 31, or end_ - 32 .. end_ - 1.
   FKL_DEVICE void classify_group(const Mask& mask) {
-    const int tile = next_ + (static_cast<int>(threadIdx.x) & 31);
-    const int state = tile < end_ ? classify(mask, tile) : kTileDead;
+    const int first_tile = descends_ ? end_ - 32 : next_;
+    const int tile = first_tile + (static_cast<int>(threadIdx.x) & 31);
+    const int state = next_ <= tile && tile < end_ ? classify(mask, tile) : kTileDead;
     present_ = __ballot_sync(0xffffffffu, state != kTileDead);
     mixed_ = __ballot_sync(0xffffffffu, state == kTileMixed);
     if constexpr (Mask::Config::kHasSegmentIds) {
@@ -272,19 +275,20 @@ struct TileWalk {
       // The warp together looks at the ids of one tile after the other: its reads are contiguous.
       for (unsigned rest = present_; rest != 0; rest &= rest - 1u) {
         const unsigned bit = rest & (0u - rest);
-        const int first = (next_ + __ffs(static_cast<int>(rest)) - 1) * kTile;
+        const int first = (first_tile + __ffs(static_cast<int>(rest)) - 1) * kTile;
         const int by_ids =
             fixed_ids_.classify(warp_id_range(ids, first, min_i32(first + kTile, size) - 1));
         if (by_ids == kTileDead) present_ &= ~bit;
         if (by_ids != kTileLive) mixed_ |= bit;
       }
     }
-    next_ += 32;
+    (descends_ ? end_ : next_) += descends_ ? -32 : 32;
   }
 
+  bool descends_;
   int fixed_first_, fixed_last_;
   int next_, end_;
-  unsigned present_, mixed_;  // of tiles next_ - 32 .. next_ - 1
+  unsigned present_, mixed_;  // of tiles next_ - 32 .. next_ - 1, or end_ .. end_ + 31
   IdRange fixed_ids_;
 };
 
