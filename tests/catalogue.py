@@ -153,6 +153,15 @@ SCORE_MODS = {
             build=fkl_jax.SoftCap,
             value=lambda s, b, h, q, kv, cap: cap * np.tanh(s / cap),
         ),
+        *(
+            ScoreEntry(
+                name=f"soft_cap_{cap}",
+                make_params=lambda rng, z: (),
+                build=lambda cap=cap: fkl_jax.SoftCap(float(cap)),
+                value=lambda s, b, h, q, kv, cap=cap: cap * np.tanh(s / cap),
+            )
+            for cap in (20, 50)
+        ),
         ScoreEntry(
             name="alibi",
             make_params=lambda rng, z: (_normal(rng, z.num_q_heads) / 8,),

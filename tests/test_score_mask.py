@@ -88,7 +88,8 @@ fkl::CommonParams Params(const Inputs& in) {
 }
 // Every lane must find the same tiles.
 template <class Mask, bool kTilesAreKeys>
-int Walk(const Inputs& in, int fixed, int begin, int end, int* tiles, int* states) {
+int Walk(const Inputs& in, int fixed, int begin, int end, bool descends, int* tiles,
+         int* states) {
   constexpr int kFixed = kTilesAreKeys ? %(q)d : %(kv)d;
   std::vector<int> found[32];
   on_cpu::RunWarp([&] {
@@ -96,7 +97,7 @@ int Walk(const Inputs& in, int fixed, int begin, int end, int* tiles, int* state
     const auto params = Params(in);
     mask.bind(params, fkl::outer_index(params, 0), 0);
     fkl::TileWalk<Mask, %(q)d, %(kv)d, kTilesAreKeys> walk(
-        mask, fixed * kFixed, fixed * kFixed + kFixed - 1, begin, end);
+        mask, fixed * kFixed, fixed * kFixed + kFixed - 1, begin, end, descends);
     int tile, state;
     auto& mine = found[threadIdx.x];
     while (walk.next(mask, &tile, &state)) mine.insert(mine.end(), {tile, state});
@@ -134,9 +135,10 @@ struct {name}_Config {{
 }};
 using {name}_Mask = fkl::ScoreMask<{name}_Config, {program}>;
 extern "C" int {name}_walk(const Inputs* in, int keys, int fixed, int begin, int end,
-                           int* tiles, int* states) {{
-  return keys ? Walk<{name}_Mask, true>(*in, fixed, begin, end, tiles, states)
-              : Walk<{name}_Mask, false>(*in, fixed, begin, end, tiles, states);
+                           bool descends, int* tiles, int* states) {{
+  return keys ? Walk<{name}_Mask, true>(*in, fixed, begin, end, descends, tiles, states)
+              : Walk<{name}_Mask, false>(*in, fixed, begin, end, descends, tiles,
+                                         states);
 }}
 extern "C" void {name}_elements(const Inputs* in, int rows, int columns,
                                 unsigned char* live, int* states) {{
@@ -237,8 +239,10 @@ def test_elements_and_tiles_are_those_of_the_dense_mask(library, case, seed):
         )
         for fixed in range(num_fixed):
             begin, end = (0, num_tiles) if fixed % 2 else (1, num_tiles + 40)
-            got = _walk(library, case, inputs, keys, fixed, begin, end)
+            got = _walk(library, case, inputs, keys, fixed, begin, end, False)
             assert list(got) == sorted(got)
+            back = _walk(library, case, inputs, keys, fixed, begin, end, True)
+            assert list(back.items()) == list(got.items())[::-1]
             for k in range(begin, min(end, num_tiles)):
                 rows = slice(fixed * fixed_tile, (fixed + 1) * fixed_tile)
                 part = dense[rows, k * tile : (k + 1) * tile]
@@ -250,12 +254,14 @@ def test_elements_and_tiles_are_those_of_the_dense_mask(library, case, seed):
                     assert got.get(k) != 1 or not (part.all() and is_whole)
 
 
-def _walk(library, case, inputs, keys, fixed, begin, end) -> dict[int, int]:
+def _walk(
+    library, case, inputs, keys, fixed, begin, end, descends=False
+) -> dict[int, int]:
     """The tiles that are not dead, and their states."""
     tiles, states = np.zeros(4096, np.int32), np.zeros(4096, np.int32)
     out = on_cpu.pointer(tiles), on_cpu.pointer(states)
     walk = getattr(library, f"{case.name}_walk")
-    count = walk(ctypes.byref(inputs), int(keys), fixed, begin, end, *out)
+    count = walk(ctypes.byref(inputs), int(keys), fixed, begin, end, descends, *out)
     assert count >= 0, "the lanes of a warp disagree"
     assert len(set(tiles[:count])) == count
     return dict(zip(tiles[:count].tolist(), states[:count].tolist(), strict=True))
