@@ -43,7 +43,13 @@ NVRTC = Variable(
     allowed="a file, libnvrtc.so.12 or libnvrtc.so.13",
     meaning="the CUDA compiler library to use",
 )
-VARIABLES = (CPU_ISA, CACHE_DIR, DUMP_DIR, NVRTC)
+CUDA_FAMILY = Variable(
+    name="FKL_JAX_CUDA_FAMILY",
+    default="the best that the GPU has",
+    allowed="sm80",
+    meaning="kernel family of the CUDA backend; read when a call is lowered",
+)
+VARIABLES = (CPU_ISA, CACHE_DIR, DUMP_DIR, NVRTC, CUDA_FAMILY)
 
 
 def cache_dir() -> str:
@@ -57,3 +63,18 @@ def cache_dir() -> str:
 def dump_dir() -> str:
     """Return the folder for compiled sources, or an empty string."""
     return os.path.expanduser(DUMP_DIR.value() or "")
+
+
+def cuda_family() -> str | None:
+    """Return the kernel family that is asked for, None: the best.
+
+    Raises:
+        ValueError: there is no such family to ask for.
+    """
+    family = CUDA_FAMILY.value()
+    if family not in (None, "sm80"):
+        raise ValueError(
+            f"{CUDA_FAMILY.name} is {family!r}; it must be {CUDA_FAMILY.allowed}, or "
+            "not set."
+        )
+    return family

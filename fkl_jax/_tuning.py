@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
+from fkl_jax import _config
 from fkl_jax._cuda_launch import Launch
 
 MAX_HEAD_DIM = 256
@@ -204,6 +205,7 @@ def first_that_fits(
 def local_gpu() -> Gpu:
     """Return the first GPU of this process, or ANY_GPU if there is none.
 
+    With `FKL_JAX_CUDA_FAMILY=sm80` a newer GPU counts as one that has that family only.
     For calls that are lowered for `cuda` only: JAX has started every backend that it is
     going to start by then, so this starts none.
     """
@@ -211,7 +213,10 @@ def local_gpu() -> Gpu:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:  # no such backend here: an export, or a CPU-only run
         return ANY_GPU
-    return _describe(devices[0]) if devices else ANY_GPU
+    if not devices:
+        return ANY_GPU
+    gpu = _describe(devices[0])
+    return gpu if _config.cuda_family() is None else dataclasses.replace(gpu, arch=80)
 
 
 # --- private -------------------------------------------------------------------------

@@ -222,6 +222,19 @@ def test_a_device_is_described_by_what_it_says():
     assert _tuning._describe(device(compute_capability=None)) == ANY_GPU
 
 
+def test_a_family_can_be_asked_for(monkeypatch):
+    h100 = types.SimpleNamespace(compute_capability="9.0", core_count=132)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [h100])
+    assert _tuning.local_gpu().arch == 90
+    monkeypatch.setenv("FKL_JAX_CUDA_FAMILY", "sm80")
+    asked = _tuning.local_gpu()
+    assert asked.arch == 80
+    assert dataclasses.replace(asked, arch=90) == _tuning._describe(h100)
+    monkeypatch.setenv("FKL_JAX_CUDA_FAMILY", "sm81")
+    with pytest.raises(ValueError, match="FKL_JAX_CUDA_FAMILY is 'sm81'; it must be"):
+        _tuning.local_gpu()
+
+
 def test_without_a_gpu_the_plan_is_for_any():
     if jax.default_backend() != "cpu":
         pytest.skip("a GPU is here")
