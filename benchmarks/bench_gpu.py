@@ -30,10 +30,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from targets import targets_of
 
 import fkl_jax
 from fkl_jax import _config
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `python -P` leaves it out
+from targets import targets_of  # noqa: E402
 
 Call = Callable[[], Any]
 

@@ -115,6 +115,17 @@ def test_targets_of_a_measured_workload(bench_gpu, monkeypatch):
     assert lines[-1].endswith("|  |  |")
 
 
+def test_overhead_benchmark_runs():
+    command = [sys.executable, str(BENCHMARKS / "bench_overhead.py"), "--quick"]
+    done = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 8 and all(row["passed"] is None for row in rows)
+    assert rows[-1]["what"].endswith("with new values") and rows[-1]["figure"] == 0
+
+
 def test_missed_targets(bench_gpu):
     from targets import Target
 
