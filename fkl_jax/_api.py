@@ -15,7 +15,7 @@ from ._block_mask import BlockMask
 from ._compose import MaskModLike, ScoreModLike
 from ._mask_mods import Causal
 from ._score_mods import CallSizes
-from ._spec import AttentionSpec
+from ._spec import interned_spec
 
 Implementation = Literal["ffi", "xla"] | None
 CausalLike = bool | Literal["top_left", "bottom_right"]
@@ -133,15 +133,16 @@ def attention(
     batch = query.shape[:-3]
     t, n, h = query.shape[-3:]
     s = key.shape[-3]
-    acc = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    acc = np.float64 if query.dtype == np.float64 else np.float32
     operands: dict[str, Any] = {"query": query, "key": key, "value": value}
-    operands["scale"] = _validate.check_scale(scale, h, acc)
+    if scale is not None:
+        operands["scale"] = _validate.check_scale(scale, acc)
     if bias is not None:
         array = _validate.check_bias(
             _validate.as_array(bias, "bias"), (*batch, n, t, s)
         )
         # float64 beside float32 inputs: the kernels read at most float32.
-        operands["bias"] = array.astype(acc) if array.dtype == jnp.float64 else array
+        operands["bias"] = array.astype(acc) if array.dtype == np.float64 else array
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise _validate.half_of_segment_ids(q_segment_ids is None)
     for name, ids, length in (
@@ -182,7 +183,7 @@ def attention(
         if isinstance(causal, str) and has_offset:
             raise _validate.causal_with_offsets(causal)
         masks.insert(
-            0, _compose.bottom_right(t, s) if causal == "bottom_right" else Causal()
+            0, _compose.bottom_right(t, s) if causal == "bottom_right" else _CAUSAL
         )
     sizes = CallSizes(
         batch=math.prod(batch),
@@ -197,19 +198,25 @@ def attention(
     mask, mask_captures = _compose.trace_masks(masks)
     if mask is not None:
         mask = mask.with_captures_from(len(score_captures))
-    mods = [m for m in (score, mask) if m is not None]
-    # Iotas rather than constants inside a kernel: they shard like the batch and the
-    # heads, and stay global.
-    if any(m.program is None or m.program.uses("b") for m in mods):
-        count = sizes.batch
-        operands["batch_index"] = jnp.arange(count, dtype=jnp.int32).reshape(batch)
-    if any(m.program is None or m.program.uses("h") for m in mods):
-        operands["head_index"] = jnp.arange(n, dtype=jnp.int32)
-    captures = [jnp.asarray(c) for c in (*score_captures, *mask_captures)]
+    captures = [
+        c if isinstance(c, jax.Array) else jnp.asarray(c)
+        for c in (*score_captures, *mask_captures)
+    ]
     operands.update({f"capture.{k}": c for k, c in enumerate(captures)})
+    # What shapes alone say is made inside the compiled program: an eager call does not
+    # dispatch it. Iotas rather than constants inside a kernel: they shard like the
+    # batch and the heads, and stay global.
+    mods = [m for m in (score, mask) if m is not None]
+    implied = {}
+    if scale is None:
+        implied["scale"] = jax.ShapeDtypeStruct((), acc)
+    if any(m.reads("b") for m in mods):
+        implied["batch_index"] = jax.ShapeDtypeStruct(batch, jnp.int32)
+    if any(m.reads("h") for m in mods):
+        implied["head_index"] = jax.ShapeDtypeStruct((n,), jnp.int32)
 
-    spec = AttentionSpec(
-        operands=tuple(operands),
+    spec = interned_spec(
+        operands=(*operands, *implied),
         num_batch_dims=len(batch),
         score=score,
         mask=mask,
@@ -220,9 +227,9 @@ def attention(
         deterministic=deterministic,
         precision=_precision(precision),
     )
-    chosen = _backends.choose(spec, operands, implementation)
+    chosen = _backends.choose(spec, operands | implied, implementation)
     run = _vjp.compiled_attention if chosen == "ffi" else _vjp.reference_attention
-    out, lse = run(spec)(*operands.values())
+    out, lse = run(spec, tuple(implied))(*operands.values())
     return (out, lse) if return_lse else out
 
 
@@ -252,6 +259,7 @@ def attention_with_lse(
 # --- private -------------------------------------------------------------------------
 
 
+_CAUSAL = Causal()
 _PRECISIONS = {
     None: "default",
     "default": "default",

@@ -40,10 +40,17 @@ class TracedMod:
         """The same mod, its program reading captures `first`, `first + 1`, ..."""
         if self.program is None or first == 0:
             return self
-        program = self.program.with_captures_from(first)
-        return dataclasses.replace(
-            self, program=program, text=f"{program.text}\nas mask"
-        )
+        return _renumbered(self, first)
+
+    def reads(self, name: str) -> bool:
+        """True if the mod reads the input `name`, or may do so."""
+        return self.program is None or name in self._inputs
+
+    @functools.cached_property
+    def _inputs(self) -> frozenset[str]:
+        names = _trace.INPUTS[self.traced.kind]
+        assert self.program is not None
+        return frozenset(filter(self.program.uses, names))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TracedMod) and self.text == other.text
@@ -53,6 +60,13 @@ class TracedMod:
 
     def __repr__(self) -> str:
         return self.text
+
+
+@functools.lru_cache(maxsize=1024)
+def _renumbered(mod: TracedMod, first: int) -> TracedMod:
+    assert mod.program is not None
+    program = mod.program.with_captures_from(first)
+    return dataclasses.replace(mod, program=program, text=f"{program.text}\nas mask")
 
 
 def compile_mod(traced: _trace.TracedFunction, function: Any) -> TracedMod:
@@ -151,6 +165,13 @@ class AttentionSpec:
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Operands by role."""
         return dict(zip(self.operands, operands, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def interned_spec(**fields: Any) -> AttentionSpec:
+    """Return the spec with these fields, the same object every time: its text, hash
+    and comparison are then made once."""
+    return AttentionSpec(**fields)
 
 
 _OWN_NDIM = {

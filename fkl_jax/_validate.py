@@ -11,7 +11,8 @@ import numpy as np
 
 IMPLEMENTATIONS = (None, "ffi", "xla")
 CAUSAL = (False, True, "top_left", "bottom_right")
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+# As numpy's: comparing with JAX's scalar types is slow.
+FLOATS = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))
 
 
 def as_array(x: Any, name: str) -> jax.Array:
@@ -137,11 +138,8 @@ def check_offset(x: Any, name: str, batch: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(_to_int32(array), batch)
 
 
-def check_scale(scale: Any, head_dim: int, dtype: Any) -> jax.Array | np.ndarray:
-    """Return the scale as a float scalar: numpy's if it is the default, which spares
-    an eager call a dispatch."""
-    if scale is None:
-        return np.asarray(1.0 / np.sqrt(head_dim), dtype)
+def check_scale(scale: Any, dtype: Any) -> jax.Array:
+    """Return the scale as a float scalar."""
     if isinstance(scale, bool | str):
         raise TypeError(
             f"attention: scale is {scale!r}; it must be a number or a float scalar."

@@ -6,11 +6,13 @@ that somebody asked for.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
@@ -20,13 +22,17 @@ from ._spec import AttentionSpec
 
 @functools.lru_cache(maxsize=4096)
 def compiled_attention(
-    spec: AttentionSpec,
+    spec: AttentionSpec, implied: tuple[str, ...] = ()
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return `(*operands) -> (out, lse)` on the custom calls, jitted; the same
-    function for an equal spec."""
+    function for an equal spec.
+
+    The roles `implied`, the last ones of the spec, are no operands: `_implied` makes
+    them.
+    """
 
     @jax.custom_vjp
-    def fkl_attention(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _primitives.forward(spec, operands)
 
     def fwd(*inputs: Any) -> Any:
@@ -42,18 +48,23 @@ def compiled_attention(
         dout, dlse = map(_instantiate, cotangents)
         return _gradients(spec, operands, out, lse, dout, dlse, asked.value)
 
-    fkl_attention.defvjp(fwd, bwd, symbolic_zeros=True)
+    attend.defvjp(fwd, bwd, symbolic_zeros=True)
+
+    def fkl_attention(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attend(*operands, *_implied(spec, implied, operands[0]))
+
     return jax.jit(fkl_attention)
 
 
 @functools.lru_cache(maxsize=4096)
 def reference_attention(
-    spec: AttentionSpec,
+    spec: AttentionSpec, implied: tuple[str, ...] = ()
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return `(*operands) -> (out, lse)` in plain JAX, jitted; differentiable in both
-    modes, to any order."""
+    modes, to any order. `implied` as in `compiled_attention`."""
 
     def fkl_attention_xla(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        operands += _implied(spec, implied, operands[0])
         return _reference.forward(spec, operands)
 
     return jax.jit(fkl_attention_xla)
@@ -75,6 +86,22 @@ class _Static:
     @classmethod
     def tree_unflatten(cls, value: Any, _: Any) -> "_Static":
         return cls(value)
+
+
+def _implied(
+    spec: AttentionSpec, roles: tuple[str, ...], query: jax.Array
+) -> tuple[Any, ...]:
+    """Operands that follow from the shape of the query."""
+    *batch, _, num_heads, head_dim = query.shape[-3 - spec.num_batch_dims :]
+    acc = np.float64 if query.dtype == np.float64 else np.float32
+    make: dict[str, Callable[[], Any]] = {
+        "scale": lambda: np.asarray(1 / np.sqrt(head_dim), acc),
+        "batch_index": lambda: jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(
+            batch
+        ),
+        "head_index": lambda: jnp.arange(num_heads, dtype=jnp.int32),
+    }
+    return tuple(make[role]() for role in roles)
 
 
 def _instantiate(ct: Any) -> jax.Array:
