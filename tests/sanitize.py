@@ -13,9 +13,11 @@ sees where it ends and which of it was never written. Only our kernels are looke
 
 import argparse
 import concurrent.futures
+import contextlib
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -118,9 +120,11 @@ def run_calls(family: str, args: argparse.Namespace) -> None:
             print(f"{case.name}: {time.perf_counter() - start:.1f} s", flush=True)
 
 
-def child(tool: str, family: str, part: int, args: argparse.Namespace) -> list[str]:
+def command(
+    tool: str, family: str, part: int, parts: int, args: argparse.Namespace
+) -> list[str]:
     python = [sys.executable, "-P", __file__, "--calls", family]
-    python += ["--only", args.only, "--part", str(part), "--parts", str(args.parts)]
+    python += ["--only", args.only, "--part", str(part), "--parts", str(parts)]
     if tool == "none":
         return python
     filters = [f"kernel_substring={name}" for name in KERNELS]
@@ -133,26 +137,38 @@ def child(tool: str, family: str, part: int, args: argparse.Namespace) -> list[s
     ]
 
 
-def run(tool: str, family: str, part: int, args: argparse.Namespace) -> dict[str, Any]:
+def run(
+    tool: str, family: str, part: int, parts: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """What became of one process; its output goes to a file of the logs."""
     start = time.perf_counter()
-    done = subprocess.run(
-        child(tool, family, part, args),
-        env={"FKL_JAX_CACHE_DIR": args.cache, **os.environ, **SETTINGS},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    calls = len(re.findall(r"^.*: [\d.]+ s$", done.stdout, re.M))
-    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", done.stdout)
+    path = args.logs / f"{tool}_{family}_{part}.log"
+    with path.open("w") as log:
+        process = subprocess.Popen(
+            command(tool, family, part, parts, args),
+            env={"FKL_JAX_CACHE_DIR": args.cache, **os.environ, **SETTINGS},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(args.timeout)
+            ended = f"exit status {status}"
+        except subprocess.TimeoutExpired:
+            status, ended = -1, f"stopped after {args.timeout} s"
+            os.killpg(process.pid, signal.SIGKILL)  # the tool and what it runs
+            process.wait()
+    output = path.read_text(errors="replace")
+    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", output)
     return {
         "tool": tool,
         "family": family,
-        "calls": calls,
+        "calls": len(re.findall(r"^.*: [\d.]+ s$", output, re.M)),
         "seconds": time.perf_counter() - start,
-        "summary": summary[-1] if summary else f"exit status {done.returncode}",
+        "summary": summary[-1] if summary else ended,
         # Without its summary a tool has not looked at anything.
-        "clean": done.returncode == 0 and (tool == "none" or bool(summary)),
-        "output": done.stdout,
+        "clean": status == 0 and (tool == "none" or bool(summary)),
+        "output": output,
     }
 
 
@@ -178,7 +194,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tools", default=",".join(TOOLS), help="by commas, or none")
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--only", default="", help="calls whose name has this")
-    parser.add_argument("--parts", type=int, default=3, help="processes per tool")
+    parser.add_argument(
+        "--parts", type=int, default=2, help="processes per tool and family"
+    )
+    parser.add_argument("--timeout", type=float, default=300, help="s of a process")
     parser.add_argument("--sanitizer", default="compute-sanitizer")
     parser.add_argument("--logs", type=pathlib.Path, help="folder for all output")
     parser.add_argument("--output", type=pathlib.Path, help="file for the table")
@@ -189,31 +208,32 @@ def main(argv: list[str] | None = None) -> int:
     if args.calls:
         run_calls(args.calls, args)
         return 0
-    results = []
+    results: list[dict[str, Any]] = []
     tools = [tool for tool in args.tools.split(",") if tool != "none"]
-    with tempfile.TemporaryDirectory() as args.cache:
-        for group in (["none"], tools):
+    with contextlib.ExitStack() as stack:
+        args.cache = stack.enter_context(tempfile.TemporaryDirectory())
+        if args.logs is None:
+            args.logs = pathlib.Path(args.cache)
+        args.logs.mkdir(parents=True, exist_ok=True)
+        compilers = max(args.parts, (os.cpu_count() or 2) // 2)
+        for group, parts in ((["none"], compilers), (tools, args.parts)):
             jobs = [
-                (tool, family, part, args)
+                (tool, family, part, parts, args)
                 for tool in group
                 for family in args.families.split(",")
-                for part in range(args.parts)
+                for part in range(parts)
             ]
             with concurrent.futures.ThreadPoolExecutor(len(jobs) or 1) as pool:
                 results += pool.map(lambda job: run(*job), jobs)
             if not all(r["clean"] for r in results):
                 break  # what fails by itself needs no tool
-    for n, r in enumerate(results):
-        if args.logs:
-            args.logs.mkdir(parents=True, exist_ok=True)
-            name = f"{r['tool']}_{r['family']}_{n}.log"
-            (args.logs / name).write_text(r["output"])
+    for r in results:
         if not r["clean"]:
             print(f"--- {r['tool']} {r['family']}\n{r['output'][-6000:]}")
     import jax
 
-    command = " ".join(["python", "tests/sanitize.py", *sys.argv[1:]])
-    head = f"{jax.devices()[0].device_kind}; JAX {jax.__version__}. `{command}`"
+    words = " ".join(["python", "tests/sanitize.py", *sys.argv[1:]])
+    head = f"{jax.devices()[0].device_kind}; JAX {jax.__version__}. `{words}`"
     text = "\n".join([head, "", *together(results)])
     print(text)
     if args.output:

@@ -59,9 +59,9 @@ def run(tmp_path, text, status):
     tool.write_text(f"#!/bin/sh\necho '{text}'\nexit {status}\n")
     tool.chmod(0o755)
     args = argparse.Namespace(
-        sanitizer=str(tool), only="", parts=1, cache=str(tmp_path)
+        sanitizer=str(tool), only="", logs=tmp_path, cache=str(tmp_path), timeout=2.0
     )
-    return sanitize.run("memcheck", "sm80", 0, args)
+    return sanitize.run("memcheck", "sm80", 0, 1, args)
 
 
 def test_a_tool_is_clean_only_if_it_says_so(tmp_path):
@@ -72,6 +72,8 @@ def test_a_tool_is_clean_only_if_it_says_so(tmp_path):
     bad = run(tmp_path, "========= ERROR SUMMARY: 3 errors", 9)
     assert not bad["clean"] and bad["summary"] == "ERROR SUMMARY: 3 errors"
     assert "**NOT CLEAN**" in sanitize.together([bad])[-1]
+    late = run(tmp_path, "plain: 0.1 s", "$(sleep 5)")
+    assert not late["clean"] and late["summary"] == "stopped after 2.0 s"
 
 
 def test_the_calls_run():
