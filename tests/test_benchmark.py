@@ -134,3 +134,18 @@ def test_missed_targets(bench_gpu):
     cost = Target(workload="", at_most=1.1, against="plain")
     assert cost.verdict(1.1) and not cost.verdict(1.11)
     assert cost.words(1.11) == "1.11 times the time of plain, <= 1.1"
+
+
+def test_loss_curves(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import compare_training as c
+
+    curve = [8.0, 7.0, 6.0, *[5.0] * 20]
+    assert c.verdict(c.differences(curve, curve), curve)
+    off = [*curve[:15], *[x * 1.02 for x in curve[15:]]]
+    found = c.differences(curve, off)
+    assert found["first"] == 0.0 and found["max"] > 0.019
+    assert not c.verdict(found, curve), "drifts apart"
+    flat = [8.0] * 20
+    assert not c.verdict(c.differences(flat, flat), flat), "learns nothing"
+    assert c.shown_steps(60) == [1, 2, 5, 10, 20, 50, 60]
