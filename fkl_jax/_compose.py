@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _trace
+from . import _avals, _trace
 from ._mask_mods import MaskMod, as_mask_mod
 from ._score_mods import Mod, ScoreMod, as_int
 from ._spec import TracedMod, compile_mod
@@ -70,12 +70,14 @@ def trace_scores(
     mods: Sequence[ScoreMod], dtype: Any
 ) -> tuple[TracedMod | None, list[Any]]:
     """Compose score mods; return the traced function and its captures."""
-    return _trace_all("score", tuple(mods), dtype)
+    with _avals.off_mesh():
+        return _trace_all("score", tuple(mods), dtype)
 
 
 def trace_masks(mods: Sequence[MaskMod]) -> tuple[TracedMod | None, list[Any]]:
     """Conjoin masks; return the traced function and its captures."""
-    return _trace_all("mask", tuple(mods), jnp.float32)
+    with _avals.off_mesh():
+        return _trace_all("mask", tuple(mods), jnp.float32)
 
 
 def checked_mask(value: Any, mod: Mod) -> Any:

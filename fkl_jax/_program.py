@@ -41,6 +41,8 @@ _COMMUTATIVE = {
     for name in ("add", "mul", "and", "or", "xor", "eq", "ne")
     for kind in (F32, I32, BOOL)
 } | {"max.i32", "min.i32"}
+# What JAX puts between two types of a scalar that say different things about a mesh.
+_BETWEEN_TYPES = ("reshard", "reduce_sum")
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
 
@@ -388,6 +390,8 @@ class _Emitter:
 
     def _equation(self, eqn: Any, xs: list[int]) -> list[int]:
         name, p = eqn.primitive.name, eqn.params
+        if name in _BETWEEN_TYPES and not eqn.invars[0].aval.shape:
+            return xs
         if name in _trace.BODY_PARAM:
             return self.run(p[_trace.BODY_PARAM[name]], xs, None)
         if name in _trace.CUSTOM_RULE:

@@ -217,8 +217,12 @@ class _Problem:
 
     def _mask(self, b: Any, h: Any, q: Any, kv: Any, captures: Sequence[Any]) -> Any:
         assert self.spec.mask is not None
-        f = jax.extend.core.jaxpr_as_fun(self.spec.mask.traced.closed)
-        return f(b, h, q, kv, *captures)[0]
+        traced = self.spec.mask.traced
+        if traced.scalar is not None:
+            read = functools.partial(_read_element, captures)
+            return _trace.evaluate_with_loads(traced.scalar, (b, h, q, kv), read)
+        whole = jax.extend.core.jaxpr_as_fun(traced.closed)
+        return whole(b, h, q, kv, *captures)[0]
 
     def _indices(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, ...]:
         q = i[None, :] + self.q_offset[:, None]
@@ -337,15 +341,8 @@ def _score_element(mod: TracedMod, captures: Sequence[jax.Array]) -> Callable[..
     def element(b: Any, h: Any, q: Any, kv: Any, s: Any, live: Any) -> Any:
         values: list[Any] = []
 
-        def read(_: int, load: _trace.Load, indices: list[Any]) -> Any:
-            # `clip` in this mode clamps each index to its axis, and transposes to a
-            # scatter-add.
-            array = captures[load.capture]
-            values.append(
-                array.at[tuple(indices)].get(mode="clip", wrap_negative_indices=False)
-                if indices
-                else array
-            )
+        def read(number: int, load: _trace.Load, indices: list[Any]) -> Any:
+            values.append(_read_element(captures, number, load, indices))
             return values[-1]
 
         _trace.evaluate_with_loads(traced.scalar, (s, b, h, q, kv), read)
@@ -355,6 +352,17 @@ def _score_element(mod: TracedMod, captures: Sequence[jax.Array]) -> Callable[..
         return f((live, b, h, q, kv, *rest), s, *(values[k] for k in floats))
 
     return element
+
+
+def _read_element(
+    captures: Sequence[jax.Array], _: int, load: _trace.Load, indices: list[Any]
+) -> Any:
+    # `clip` in this mode clamps each index to its axis, and transposes to a
+    # scatter-add.
+    array = captures[load.capture]
+    if not indices:
+        return array
+    return array.at[tuple(indices)].get(mode="clip", wrap_negative_indices=False)
 
 
 def _of_values(

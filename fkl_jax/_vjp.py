@@ -16,7 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from . import _primitives, _reference
+from . import _avals, _primitives
 from ._spec import AttentionSpec
 
 
@@ -51,7 +51,7 @@ def compiled_attention(
     attend.defvjp(fwd, bwd, symbolic_zeros=True)
 
     def fkl_attention(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return attend(*operands, *_implied(spec, implied, operands[0]))
+        return attend(*_all(spec, implied, operands))
 
     return jax.jit(fkl_attention)
 
@@ -64,8 +64,7 @@ def reference_attention(
     modes, to any order. `implied` as in `compiled_attention`."""
 
     def fkl_attention_xla(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        operands += _implied(spec, implied, operands[0])
-        return _reference.forward(spec, operands)
+        return _primitives.plain_forward(spec, _all(spec, implied, operands))
 
     return jax.jit(fkl_attention_xla)
 
@@ -86,6 +85,16 @@ class _Static:
     @classmethod
     def tree_unflatten(cls, value: Any, _: Any) -> "_Static":
         return cls(value)
+
+
+def _all(
+    spec: AttentionSpec, implied: tuple[str, ...], operands: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The operands, the implied ones too.
+
+    Inside a shard_map one that is the same on all devices varies like the others from
+    here on, so that its gradient is summed over them, once."""
+    return _avals.vary_alike([*operands, *_implied(spec, implied, operands[0])])
 
 
 def _implied(
@@ -126,7 +135,9 @@ def _gradients(
     # Captures of the mask have no gradient: a bool does not move.
     kernel = tuple(r for r in wanted if r != "sinks" and not _is_mask_capture(spec, r))
     if kernel:
-        grads = _primitives.backward(spec, (*operands, out, lse, dout, dlse), kernel)
+        # Cotangents that are zero, or come from elsewhere, need not vary as out does.
+        inputs = _avals.vary_alike((*operands, out, lse, dout, dlse))
+        grads = _primitives.backward(spec, inputs, kernel)
         by_role.update(zip(kernel, grads, strict=True))
     if "sinks" in wanted:
         sinks = operands[spec.operands.index("sinks")]
