@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-# Private, in JAX 0.10 to 0.12: what shard_map(check_vma=...) sets. Without it a mod that
+# Private, in JAX 0.10 to 0.12: what shard_map(check_vma=...) sets. With it, a mod that
 # closes over an array of a shard_map is traced with casts that mean nothing outside.
 from jax._src.config import _check_vma
 from jax.sharding import AbstractMesh, ManualAxisType, NamedSharding, PartitionSpec
@@ -32,6 +32,13 @@ def vary_alike(xs: Sequence[Any]) -> tuple[Any, ...]:
     """The arrays, all varying over the same axes."""
     axes = varying_axes(xs)
     return tuple(vary(x, axes) for x in xs) if axes else tuple(xs)
+
+
+def shard_alike(x: jax.Array, y: Any) -> jax.Array:
+    """`x`, sharded along explicit axes of the mesh as `y` is, of the same shape."""
+    sharding = jax.typeof(y).sharding
+    explicit = getattr(sharding.mesh, "explicit_axes", ())
+    return jax.sharding.reshard(x, sharding) if explicit else x
 
 
 def result(

@@ -47,6 +47,38 @@ def backward(
     return bwd_p.bind(*operands, spec=spec, results=results)
 
 
+def tangents(
+    spec: AttentionSpec,
+    results: tuple[str, ...] | None,
+    primals: Sequence[Any],
+    moves: Sequence[Any],
+) -> tuple[jax.Array, ...]:
+    """The tangents of the forward (`results` None) or of the backward, by the
+    reference; `moves` are tangents of operands, None for zero. Reached only when a
+    gradient is differentiated again."""
+    params: dict[str, Any] = {"spec": spec}
+    reference: Any = _fwd_reference
+    avals: Any = _fwd_avals
+    if results is not None:
+        params["results"] = results
+        reference, avals = _bwd_reference, _bwd_avals
+    active = [i for i, t in enumerate(moves) if t is not None]
+
+    def f(*xs: Any) -> Any:
+        args = list(primals)
+        for i, x in zip(active, xs, strict=True):
+            args[i] = x
+        return tuple(
+            _opaque.run(
+                functools.partial(reference, **params),
+                args,
+                lambda: avals(*map(jax.typeof, args), **params),
+            )
+        )
+
+    return jax.jvp(f, [primals[i] for i in active], [moves[i] for i in active])[1]
+
+
 # --- private -------------------------------------------------------------------------
 
 
@@ -159,29 +191,9 @@ def _batch(
     return out, [0] * len(out)
 
 
-def _jvp(
-    p: Primitive,
-    avals: Any,
-    reference: Any,
-    primals: Any,
-    tangents: Any,
-    **params: Any,
-) -> Any:
-    """Reached only when a gradient is differentiated again; the derivative is that of
-    the reference."""
-    active = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-
-    def f(*xs: Any) -> Any:
-        args = list(primals)
-        for i, x in zip(active, xs, strict=True):
-            args[i] = x
-        return _opaque.run(
-            functools.partial(reference, **params),
-            args,
-            lambda: avals(*map(jax.typeof, args), **params),
-        )
-
-    _, out = jax.jvp(f, [primals[i] for i in active], [tangents[i] for i in active])
+def _jvp(p: Primitive, primals: Any, moves: Any, **params: Any) -> Any:
+    moves = [None if type(t) is ad.Zero else t for t in moves]
+    out = tangents(params["spec"], params.get("results"), primals, moves)
     return p.bind(*primals, **params), out
 
 
@@ -208,7 +220,7 @@ def _define(p: Primitive, avals: Any, reference: Any, custom_call: Any) -> None:
         rule = _opaque.lower_off_mesh(lowering)
         mlir.register_lowering(p, rule, platform=platform)
     batching.primitive_batchers[p] = functools.partial(_batch, p)
-    ad.primitive_jvps[p] = functools.partial(_jvp, p, avals, reference)
+    ad.primitive_jvps[p] = functools.partial(_jvp, p)
 
 
 _define(fwd_p, _fwd_avals, _fwd_reference, _fwd_custom_call)

@@ -269,7 +269,9 @@ class _Problem:
             next(floats).astype(c.dtype) if _is_float(c) else c
             for c in self.score_captures
         ]
-        f = _score_element(self.spec.score, captures)
+        # Those of the mask too: the first head and batch element of a device's part
+        # are the last of all (`_local_spec.py`).
+        f = _score_element(self.spec.score, [*captures, *self.mask_captures])
         return _over_elements(f, 2)(
             *self._indices(i, j), s, jnp.broadcast_to(live, s.shape)
         )

@@ -129,14 +129,17 @@ def analyse(
         )(*inputs)
     except Unsupported as e:
         reason = str(e)
-    loads: tuple[Load, ...] = ()
-    if scalar is not None:
-        loads = tuple(
-            Load(e.params["capture"], e.params["shape"], np.dtype(e.params["dtype"]))
-            for e in scalar.jaxpr.eqns
-            if e.primitive is load_p
-        )
+    loads = () if scalar is None else loads_of(scalar)
     return TracedFunction(kind, whole, scalar, loads, reason)
+
+
+def loads_of(scalar: Any) -> tuple[Load, ...]:
+    """The array reads of a scalar jaxpr, in order."""
+    return tuple(
+        Load(e.params["capture"], e.params["shape"], np.dtype(e.params["dtype"]))
+        for e in scalar.jaxpr.eqns
+        if e.primitive is load_p
+    )
 
 
 def with_line(error: Unsupported, jaxpr: Any, function: Any) -> Unsupported:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from . import _avals, _primitives
+from . import _avals, _partition, _primitives
 from ._spec import AttentionSpec
 
 
@@ -33,11 +33,11 @@ def compiled_attention(
 
     @jax.custom_vjp
     def attend(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _primitives.forward(spec, operands)
+        return _partition.forward(spec, operands)
 
     def fwd(*inputs: Any) -> Any:
         operands = tuple(x.value for x in inputs)
-        out, lse = _primitives.forward(spec, operands)
+        out, lse = _partition.forward(spec, operands)
         # Both names must be saved for a remat policy to spare the forward kernel.
         out, lse = checkpoint_name(out, "fkl_out"), checkpoint_name(lse, "fkl_lse")
         asked = _Static(tuple(x.perturbed for x in inputs))
@@ -137,11 +137,12 @@ def _gradients(
     if kernel:
         # Cotangents that are zero, or come from elsewhere, need not vary as out does.
         inputs = _avals.vary_alike((*operands, out, lse, dout, dlse))
-        grads = _primitives.backward(spec, inputs, kernel)
+        grads = _partition.backward(spec, inputs, kernel)
         by_role.update(zip(kernel, grads, strict=True))
     if "sinks" in wanted:
         sinks = operands[spec.operands.index("sinks")]
-        by_role["sinks"] = _sinks_gradient(sinks, out, lse, dout, dlse)
+        dsinks = _sinks_gradient(sinks, out, lse, dout, dlse)
+        by_role["sinks"] = _avals.shard_alike(dsinks, sinks)
     result = []
     for role, x in zip(spec.operands, operands, strict=True):
         if role in by_role:
