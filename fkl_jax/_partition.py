@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import (
@@ -78,6 +79,10 @@ _LETTERS = {
 }
 
 
+# Axes that may come divided in any way: what is made of it is decided in `_partition`.
+_FREE = ("capture_", "doutx", "dlsex")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """One of the two primitives with its parameters; `results` is None in the
@@ -126,6 +131,8 @@ def _partitioned(call: _Call) -> Callable[..., Sequence[jax.Array]]:
     divided = custom_partitioning(bind)
     divided.def_partition(
         functools.partial(_partition, call),
+        # Decoded here: JAX raises where XLA divides an array by part of a mesh axis.
+        decode_shardings=False,
         sharding_rule=functools.partial(_sharding_rule, call),
     )
 
@@ -182,10 +189,12 @@ class _Factors:
         self.sizes |= {"t": t, "n": n, "h": h, "s": s, "k": k, "e": e}
         self.num_heads, self.num_kv_heads = n, k
 
-    def of(self, role: str) -> list[str]:
+    def of(self, role: str, tied: bool = True) -> list[str]:
         """The names of an operand's axes. An axis that is the same for all has one of
-        its own."""
+        its own, and so have those of a cotangent unless it is tied to the rest."""
         shape, own = self.shapes[role], role.replace(".", "_")
+        if role in ("dout", "dlse") and not tied:
+            return [f"{own}x{axis}" for axis in range(len(shape))]
         return [
             name if size == self.sizes.get(name, size) else f"{own}x{axis}"
             for axis, (name, size) in enumerate(
@@ -221,12 +230,13 @@ def _sharding_rule(
 ) -> SdyShardingRule:
     """What XLA's propagation of shardings may assume."""
     factors = _Factors(call, [t.shape for t in operand_types])
-    operands = [factors.of(role) for role in call.operands]
+    # A cotangent that comes with another sharding would draw the query along.
+    operands = [factors.of(role, tied=False) for role in call.operands]
     results = [factors.of_result(role) for role in call.returned]
     order = dict.fromkeys(name for names in operands + results for name in names)
     free = {*factors.lead, *factors.batch, "n", "k"}
     whole = tuple(
-        name for name in order if name not in free and not name.startswith("capture")
+        name for name in order if name not in free and not name.startswith(_FREE)
     )
     return SdyShardingRule(
         tuple(ArrayMapping(*names) for names in operands),
@@ -242,7 +252,7 @@ class _Plan:
         self.call, self.mesh = call, mesh
         self.factors = _Factors(call, [a.shape for a in args])
         self.given = {
-            role: [_axes(entry, mesh) for entry in _entries(a)]
+            role: _mesh_axes(a, mesh)
             for role, a in zip(call.operands, args, strict=True)
         }
         self.axes: dict[str, Axes] = {}
@@ -415,12 +425,34 @@ def _put_heads(x: jax.Array, index: jax.Array, count: int) -> jax.Array:
     return whole.at[..., index, :].add(x, mode="clip")
 
 
-def _entries(a: Any) -> list[Any]:
-    spec = list(a.sharding.spec)
-    return spec + [None] * (len(a.shape) - len(spec))
+def _mesh_axes(a: Any, mesh: Mesh) -> list[Axes]:
+    """The mesh axes that divide each axis of an array; none for an axis that is divided
+    in another way than by whole mesh axes."""
+    nothing: list[Axes] = [()] * len(a.shape)
+    if a.sharding is None:
+        return nothing
+    try:
+        parts = a.sharding.devices_indices_map(tuple(a.shape))
+    except ValueError:  # not into equal parts
+        return nothing
+    starts = np.array(
+        [[part.start or 0 for part in parts[d]] for d in mesh.devices.flat], np.int64
+    ).reshape(*mesh.devices.shape, len(a.shape))
+    size_of = a.sharding.shard_shape(tuple(a.shape))
+    return [
+        _dividing(starts[..., axis], size, mesh.axis_names)
+        for axis, size in enumerate(size_of)
+    ]
 
 
-def _axes(entry: Any, mesh: Mesh) -> Axes:
-    """The mesh axes in an entry of a partition spec, without those of one device."""
-    names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-    return tuple(a for a in names if mesh.shape[a] > 1)
+def _dividing(starts: np.ndarray, size: int, names: Sequence[str]) -> Axes:
+    """The mesh axes, in order, that count parts which begin at `starts`, (*mesh)."""
+    moving = [k for k in range(starts.ndim) if np.any(np.diff(starts, axis=k))]
+    # The axis along which the parts follow each other is the last.
+    moving.sort(key=lambda k: -np.abs(np.diff(starts, axis=k)).max())
+    where = np.indices(starts.shape)
+    number = np.zeros(starts.shape, np.int64)
+    for k in moving:
+        number = number * starts.shape[k] + where[k]
+    even = bool(np.array_equal(starts, number * size))
+    return tuple(names[k] for k in moving) if even else ()
