@@ -3,8 +3,8 @@
 Batch axes, query heads and vmap axes may be sharded in any way; each device then makes
 an ordinary call on its part, and nothing is communicated but the sums of gradients of
 what several devices read. Where the query is sharded, the call is: everything else
-follows it. Key and value are sharded with the query heads as far as their own heads
-divide, and are whole on the devices beyond. Lengths and head dims are never divided.
+follows it. Key and value are divided with the query heads as far as they come so, and
+are whole on the devices beyond. Lengths and head dims are never divided.
 
 `jax.experimental.custom_partitioning` is the mechanism; what it lacks is around it:
 batching (`custom_vmap`), derivatives (`custom_jvp`), and a name that says which call it
@@ -14,6 +14,7 @@ is, without which the persistent compilation cache would take one for another.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -260,7 +261,11 @@ class _Plan:
             self._follow(role)
         heads, kv_heads = self.factors.num_heads, self.factors.num_kv_heads
         self.heads = self.axes.get("n", ())
-        self.kv_heads = self._prefix(self.heads, kv_heads)
+        # Key heads that come whole stay whole: their gradient is then one sum.
+        given = [self.given[role][-2] for role in ("key", "value")]
+        both = zip(self.heads, *given, strict=False)
+        same = list(itertools.takewhile(lambda axes: len(set(axes)) == 1, both))
+        self.kv_heads = self._prefix(self.heads[: len(same)], kv_heads)
         # Devices along these read the same key heads, or parts of them.
         self.shared = self.heads[len(self.kv_heads) :]
         self.axes["k"] = self.kv_heads
