@@ -34,8 +34,10 @@ def _causal_shifted(b: Any, h: Any, q_idx: Any, kv_idx: Any, shift: Any) -> Any:
 
 
 def bottom_right(q_len: int, kv_len: int) -> MaskMod:
-    """Causal with the diagonal through the last query and the last key."""
-    return _CausalShifted(kv_len - q_len)
+    """Causal with the diagonal through the last query and the last key. The lengths may
+    be those of an export, which are not numbers."""
+    shift = kv_len - q_len
+    return _CausalShifted(shift if isinstance(shift, int) else jnp.asarray(shift))
 
 
 def split_mods(score_mod: Any, mask_mod: Any) -> tuple[list[ScoreMod], list[MaskMod]]:

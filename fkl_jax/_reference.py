@@ -306,6 +306,8 @@ def _is_float(x: Any) -> bool:
 
 def _blocks(n: int, size: int) -> tuple[int, int]:
     """Block size and number of blocks; an empty axis is one block of padding."""
+    if not isinstance(n, int):  # of an export; it is not 0
+        return size, -(-n // size)
     block = min(max(n, 1), size)
     return block, max(1, -(-n // block))
 

@@ -1,16 +1,21 @@
 """Sharded calls against one device: values, gradients, and what is communicated."""
 
 import contextlib
-import functools
 import math
+import os
+import subprocess
+import sys
 
 import catalogue
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from cases import Case, call, make_problem
+from cases import COMPILE_FAST, Case, call, make_problem
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from sharding import (
     Layout,
     arrays_of,
@@ -21,7 +26,7 @@ from sharding import (
     sums_needed,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
+import fkl_jax
 
 
 def _case(**changes) -> Case:
@@ -199,3 +204,338 @@ for _part in range(10):
     globals()[f"test_many_random_layouts_{_part}"] = pytest.mark.long(
         _sweep(40, 100 + _part)
     )
+
+
+# ------------------------------------------------------------- transforms of one call
+
+SIZES = dict(batch=4, length=6, heads=4, kv_heads=2, head_dim=8)
+
+
+def _attend(q, k, v, slopes, implementation="ffi"):
+    """A mod that closes over an array, and counts heads and batch elements."""
+
+    def mod(s, b, h, q_idx, kv_idx):
+        return jnp.tanh(s) + slopes[h] * (kv_idx + 0.5 * h) + 0.1 * b
+
+    return fkl_jax.attention(
+        q, k, v, causal=True, score_mod=mod, implementation=implementation
+    )
+
+
+def _arguments(**changes):
+    z = {**SIZES, **changes}
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    lead = (z["batch"], z["length"])
+    return (
+        normal(*lead, z["heads"], z["head_dim"]),
+        normal(*lead, z["kv_heads"], z["head_dim"]),
+        normal(*lead, z["kv_heads"], z["head_dim"]),
+        normal(z["heads"]),
+    )
+
+
+def _mesh(*sizes, kind=AxisType.Auto):
+    names = ("x", "y", "z")[: len(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
+
+
+def _put(mesh, arrays, specs):
+    return tuple(
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    )
+
+
+QKV = P("x", None, "y")
+SPECS = (QKV, QKV, QKV, P("y"))
+QKV_ONE = P(None, None, "y")  # the same on all of "x"
+
+
+def _gradient(f):
+    """Of a weighted sum of the result, so that the cotangent has no sharding of its
+    own."""
+
+    def loss(args):
+        out = f(*args)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size).reshape(out.shape)))
+
+    return jax.value_and_grad(loss)
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, None, "x"), P("y"), P(None, "y", "x")])
+def test_backward_follows_the_query_not_the_cotangent(spec):
+    args, mesh = _arguments(), _mesh(4, 2)
+    cotangent = jnp.sin(1.0 + jnp.arange(args[0].size).reshape(args[0].shape))
+
+    def pullback(args, cotangent):
+        return jax.vjp(_attend, *args)[1](cotangent)
+
+    operands = _put(mesh, args, SPECS), _put(mesh, [cotangent], [spec])[0]
+    compiled = compile_step(pullback, *operands)
+    got = compiled(*operands)
+    assert_close(got, jax.jit(pullback)(args, cotangent))
+    for x, want in zip(got, SPECS, strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, want), x.ndim)
+    assert "all-gather" not in collectives(compiled)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_shard_map(implementation, check_vma):
+    """Gradients of what is the same on several devices are summed once."""
+    args, mesh = _arguments(), _mesh(2, 2)
+    specs = (QKV, QKV, QKV, P())
+
+    def local(q, k, v, slopes):
+        # Indices count what is here.
+        first = jax.lax.axis_index("y") * q.shape[2]
+        b = jax.lax.axis_index("x") * q.shape[0]
+        here = jax.lax.dynamic_slice_in_dim(slopes, first, q.shape[2])
+
+        def mod(s, b_, h, q_idx, kv_idx):
+            shift = here[h] * (kv_idx + 0.5 * (h + first)) + 0.1 * (b_ + b)
+            return jnp.tanh(s) + shift + jax.nn.relu(0 * s * slopes[0])
+
+        return fkl_jax.attention(
+            q, k, v, causal=True, score_mod=mod, implementation=implementation
+        )
+
+    def mapped(*args):
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=QKV, check_vma=check_vma
+        )(*args)
+
+    got = jax.jit(_gradient(mapped))(args)
+    assert_close(got, _gradient(_attend)(args))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("order", ["vmap of grad", "grad of grad", "remat"])
+def test_shard_map_and_other_transforms(order, check_vma):
+    args, mesh = _arguments(), _mesh(4, 2)
+
+    def attend(q, k, v, slopes):
+        return fkl_jax.attention(
+            q, k, v, causal=True, score_mod=fkl_jax.SoftCap(2.0 + slopes[0] ** 2),
+            implementation="ffi",
+        )  # fmt: skip
+
+    mapped = jax.shard_map(
+        attend, mesh=mesh, in_specs=(QKV, QKV, QKV, P()), out_specs=QKV,
+        check_vma=check_vma,
+    )  # fmt: skip
+
+    def transformed(f):
+        if order == "vmap of grad":
+            several = jax.tree.map(lambda x: jnp.stack([x, -x, 2 * x]), args)
+            return jax.jit(jax.vmap(_gradient(f)))(several)
+        if order == "remat":
+            return jax.jit(_gradient(jax.checkpoint(f)))(args)
+        norm = lambda x: sum(jnp.sum(g**2) for g in _gradient(f)(x)[1])  # noqa: E731
+        return jax.jit(jax.grad(norm))(args)
+
+    assert_close(transformed(mapped), transformed(attend), tolerance=2e-4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_some_axes(check_vma, kind):
+    """XLA cannot divide the call along the others there, but it must not end."""
+    args, mesh = _arguments(), _mesh(4, 2, kind=kind)
+
+    def attend(q, k, v, slopes):
+        return fkl_jax.attention(
+            q, k, v, causal=True, score_mod=fkl_jax.ALiBi(slopes), implementation="ffi"
+        )
+
+    weights = jnp.cos(jnp.arange(args[0].size).reshape(args[0].shape))
+    with jax.set_mesh(mesh):
+        operands = _put(mesh, args, SPECS)
+        mapped = jax.shard_map(
+            attend, in_specs=(P("x"), P("x"), P("x"), P()), out_specs=P("x"),
+            axis_names={"x"}, check_vma=check_vma,
+        )  # fmt: skip
+        got = jax.jit(jax.grad(lambda a: jnp.sum(mapped(*a) * weights)))(operands)
+    want = jax.grad(lambda a: jnp.sum(attend(*a) * weights))(args)
+    assert_close(jax.device_get(got), want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_vmap_over_a_sharded_axis(kind):
+    args, mesh = _arguments(), _mesh(4, 2, kind=kind)
+    several = jax.tree.map(lambda x: jnp.stack([x, -x, 2 * x, x + 1]), args)
+    specs = (P("x", None, None, "y"), QKV_ONE, QKV_ONE, P("x"))
+    operands = (several[0], args[1], args[2], several[3])
+
+    def attend(q, k, v, slopes):
+        return fkl_jax.attention(
+            q, k, v, causal=True, score_mod=fkl_jax.ALiBi(slopes), implementation="ffi"
+        )
+
+    mapped = jax.vmap(attend, (0, None, None, 0))
+    weights = jnp.cos(jnp.arange(several[0].size).reshape(several[0].shape))
+
+    def gradient(*operands):
+        return jax.grad(lambda a: jnp.sum(mapped(*a) * weights))(operands)
+
+    with jax.set_mesh(mesh):
+        placed = _put(mesh, operands, specs)
+        compiled = jax.jit(gradient).lower(*placed).compile(COMPILE_FAST)
+        got = compiled(*placed)
+    assert_close(jax.device_get(got), jax.jit(gradient)(*operands))
+    # Slopes are summed over heads on "y", shared keys and values over "x".
+    assert set(collectives(compiled)) == {"all-reduce"}
+
+
+def test_vmap_with_spmd_axis_name():
+    args, mesh = _arguments(), _mesh(4, 2)
+    several = jnp.stack([args[0], -args[0], 2 * args[0], args[0] + 1])
+
+    def attend(q, k, v, slopes):
+        q = jax.lax.with_sharding_constraint(q, NamedSharding(mesh, QKV_ONE))
+        return _attend(q, k, v, slopes)
+
+    mapped = jax.vmap(attend, (0, None, None, None), spmd_axis_name="x")
+    operands = _put(
+        mesh,
+        (several, *args[1:]),
+        (P("x", None, None, "y"), QKV_ONE, QKV_ONE, P("y")),
+    )
+    compiled = compile_step(mapped, *operands)
+    assert collectives(compiled) == []
+    want = jax.vmap(_attend, (0, None, None, None))(several, *args[1:])
+    assert_close(compiled(*operands), want)
+
+
+def test_pmap():
+    args = _arguments()
+    several = jax.tree.map(lambda x: jnp.stack([x, -x]), args)
+    got = jax.pmap(_gradient(_attend))(several)
+    assert_close(got, jax.vmap(_gradient(_attend))(several))
+
+
+def test_second_order_scan_and_eager():
+    args, mesh = _arguments(), _mesh(4, 2)
+    operands = _put(mesh, args, SPECS)
+
+    def norm(args):
+        return sum(jnp.sum(g**2) for g in _gradient(_attend)(args)[1])
+
+    second = jax.jit(jax.grad(norm))
+    assert_close(second(operands), second(args), tolerance=2e-4)
+
+    def scanned(q, k, v, slopes):
+        def layer(x, scale):
+            return x + _attend(x, k, v, slopes * scale), None
+
+        return jax.lax.scan(layer, q, jnp.asarray([0.5, 1.0, -1.0]))[0]
+
+    compiled = compile_step(_gradient(scanned), operands)
+    assert_close(compiled(operands), _gradient(scanned)(args))
+    assert set(collectives(compiled)) == {"all-reduce"}
+    assert_close(_gradient(_attend)(operands), _gradient(_attend)(args))
+
+
+def test_remat_by_name_runs_the_forward_once():
+    args, mesh = _arguments(), _mesh(4, 2)
+    policy = jax.checkpoint_policies.save_only_these_names("fkl_out", "fkl_lse")
+    gradient = _gradient(jax.checkpoint(_attend, policy=policy))
+    compiled = compile_step(gradient, _put(mesh, args, SPECS))
+    text = compiled.as_text()
+    assert text.count('custom_call_target="fkl_attention_fwd"') == 1
+    assert text.count('custom_call_target="fkl_attention_bwd"') == 1
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(8, 2), (4, 4)])
+def test_weights_divided_further_than_heads(heads, kv_heads):
+    """A reshape to heads divides head dims too: XLA cuts a mesh axis in two."""
+    mesh, width, head_dim = _mesh(8), 16, 8
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 6, width)), jnp.float32) / 4
+    wq, wk, wv, wo = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) / 4
+        for shape in [
+            (width, heads * head_dim),
+            (width, kv_heads * head_dim),
+            (width, kv_heads * head_dim),
+            (heads * head_dim, width),
+        ]
+    )
+
+    def layer(x, wq, wk, wv, wo):
+        q, k, v = ((x @ w).reshape(2, 6, -1, head_dim) for w in (wq, wk, wv))
+        out = fkl_jax.attention(q, k, v, causal=True, implementation="ffi")
+        return out.reshape(2, 6, -1) @ wo
+
+    args, columns = (x, wq, wk, wv, wo), P(None, "x")
+    operands = _put(mesh, args, (P(), columns, columns, columns, P("x")))
+    got = jax.jit(_gradient(layer))(operands)
+    assert_close(got, _gradient(layer)(args))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_divided_lengths_are_gathered(kind):
+    args, mesh = _arguments(length=8), _mesh(4, 2, kind=kind)
+    specs = (P(None, "x"), P(None, "y"), P("x", "y"), P())
+    with jax.set_mesh(mesh):
+        operands = _put(mesh, args[:3], specs[:3])
+        out = jax.jit(lambda *a: _attend(*a, jnp.ones(4)))(*operands)
+    assert_close(jax.device_get(out), _attend(*args[:3], jnp.ones(4)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_plain_jax(kind):
+    """XLA divides it as it can."""
+    case = _case(num_q_heads=4, num_kv_heads=2)
+    explicit = kind == AxisType.Explicit
+    layout = Layout(kv_heads=("y",), parameters=True, explicit=explicit)
+    _check(case, layout, implementation="xla")
+
+
+# ----------------------------------------------------------------- compilation cache
+
+_CACHED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+hits = []
+jax.monitoring.register_event_listener(
+    lambda e, **_: hits.append(e) if e == "/jax/compilation_cache/cache_hits" else None
+)
+import fkl_jax
+q = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6, 2, 8)), jnp.float32)
+mods = [lambda s, b, h, q_idx, kv_idx: 0.5 * s, lambda s, b, h, q_idx, kv_idx: -s]
+for mod in mods:
+    f = lambda q: fkl_jax.attention(q, q, q, score_mod=mod, implementation="ffi")
+    mesh = jax.make_mesh((4,), ("x",))
+    sharded = jax.device_put(q, NamedSharding(mesh, P("x")))
+    # Other programs are compiled as well; only the sharded call counts.
+    before = len(hits)
+    got = jax.jit(f)(sharded)
+    print("hit" if len(hits) > before else "miss")
+    want = fkl_jax.attention(q, q, q, score_mod=mod, implementation="xla")
+    np.testing.assert_allclose(got, want, atol=1e-5)
+"""
+
+
+def test_persistent_cache_hits_and_confuses_nothing(tmp_path):
+    def run():
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(
+            [sys.executable, "-P", "-W", "ignore", "-c", _CACHED, str(tmp_path)],
+            env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.split()
+
+    assert run() == ["miss", "miss"]
+    assert run() == ["hit", "hit"]
