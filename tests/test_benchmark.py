@@ -149,3 +149,18 @@ def test_loss_curves(monkeypatch):
     flat = [8.0] * 20
     assert not c.verdict(c.differences(flat, flat), flat), "learns nothing"
     assert c.shown_steps(60) == [1, 2, 5, 10, 20, 50, 60]
+
+
+def test_scaling_measures_strong_and_weak(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import bench_scaling
+
+    assert bench_scaling.counts(1) == [1] and bench_scaling.counts(6) == [1, 2, 4, 6]
+    small = bench_scaling.Workload(
+        name="", batch=1, seq_len=16, num_q_heads=4, num_kv_heads=1, head_dim=8,
+        divided="heads", dtype="float32",
+    )  # fmt: skip
+    for weak in (False, True):
+        times = bench_scaling.measure(small, 2, weak, rounds=1)
+        assert len(times) == 2 and min(times) > 0
+    assert bench_scaling.measure(small, 8, weak=False, rounds=1) is None

@@ -496,6 +496,35 @@ def test_plain_jax(kind):
     _check(case, layout, implementation="xla")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("by", ["jit", "shard_map"])
+def test_a_mesh_of_one_gpu_changes_nothing(by, kind):
+    args = _arguments(length=64, head_dim=32)
+    device = jax.config.jax_default_device
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(kind,) * 2, devices=[device])
+    attend = _attend
+    if by == "shard_map":
+        attend = jax.shard_map(_attend, mesh=mesh, in_specs=SPECS, out_specs=QKV)
+
+    def pullback(attend, args):
+        return jax.vjp(attend, *args)[1](args[0])
+
+    plain = jax.jit(lambda a: pullback(_attend, a)).lower(args).compile()
+    with jax.set_mesh(mesh):
+        operands = _put(mesh, args, SPECS)
+        divided = jax.jit(lambda a: pullback(attend, a)).lower(operands).compile()
+        got = divided(operands)
+    texts = [compiled.as_text() for compiled in (plain, divided)]
+    counts = [
+        [text.count(f'custom_call_target="{word}"') for text in texts]
+        for word in ("fkl_attention_fwd", "fkl_attention_bwd")
+    ]
+    assert counts == [[1, 1], [1, 1]] and collectives(divided) == []
+    # Slopes are summed by atomics.
+    assert_close(jax.device_get(got), jax.device_get(plain(args)), tolerance=1e-4)
+
+
 # ----------------------------------------------------------------- compilation cache
 
 _CACHED = """
