@@ -107,8 +107,8 @@ class _Call:
         becomes part of the key of the compilation cache, which does not see what
         `_partition` does."""
         text = "\n".join([version("fkl_jax"), self.spec.text, str(self.results)])
-        kind = "fwd" if self.results is None else "bwd"
-        return f"fkl_attention_{kind}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        kind = "forward" if self.results is None else "backward"
+        return f"fkl_{kind}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def bind(self, operands: Sequence[Any], spec: AttentionSpec) -> list[jax.Array]:
         if self.results is None:
