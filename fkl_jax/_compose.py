@@ -144,6 +144,15 @@ def _trace_all(
             "Python branches on them."
         )
         raise
+    except Exception as e:
+        # JAX before 0.12 has no rule for this, and no public name for the error.
+        if type(e).__name__ == "ShardingTypeError":
+            e.add_note(
+                f"attention: {where} closes over an array that is sharded along "
+                "explicit axes of the mesh; pass the array as a parameter: "
+                "ScoreMod(function, array) or MaskMod(function, array)."
+            )
+        raise
     _trace.check_effects(jaxpr, where)
     capture_avals = tuple(jax.ShapeDtypeStruct(np.shape(c), c.dtype) for c in captures)
     key = _Key(jaxpr, kind, capture_avals, len(leaves), dtype, function)

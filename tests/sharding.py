@@ -1,6 +1,7 @@
 """Arrays of a `Case` on a mesh of CPU devices, and what XLA makes of a call there."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -90,6 +91,9 @@ class Layout:
             mod, number = map(int, rest.split("."))
             known = PARAMETER_AXES.get(mods[mod], [])
             letters = known[number] if self.parameters and number < len(known) else ""
+            closes = mods[mod].startswith("captured") or "function" in mods[mod]
+            if closes and self.explicit and not sharded_arrays_can_be_indexed():
+                letters = ""
         elif name == "block_mask":
             letters = "bN.." if len(shape) == 4 else "..."
         elif name in ("q_offset", "kv_offset"):
@@ -122,6 +126,21 @@ class Layout:
             name: jax.device_put(x, NamedSharding(mesh, self.spec(case, name, x.shape)))
             for name, x in arrays.items()
         }
+
+
+@functools.cache
+def sharded_arrays_can_be_indexed() -> bool:
+    """True if JAX lets a function index what it closes over, sharded by explicit
+    axes."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        array = jax.device_put(np.zeros(2), PartitionSpec("x"))
+        try:
+            jax.make_jaxpr(lambda k: array[k])(0)
+        except Exception as e:
+            assert type(e).__name__ == "ShardingTypeError"
+            return False
+    return True
 
 
 def arrays_of(problem: Problem) -> tuple[dict, dict, dict]:

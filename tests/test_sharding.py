@@ -23,6 +23,7 @@ from sharding import (
     collectives,
     compile_step,
     make_step,
+    sharded_arrays_can_be_indexed,
     sums_needed,
 )
 
@@ -281,6 +282,19 @@ def test_backward_follows_the_query_not_the_cotangent(spec):
     for x, want in zip(got, SPECS, strict=True):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, want), x.ndim)
     assert "all-gather" not in collectives(compiled)
+
+
+def test_closing_over_an_array_sharded_by_explicit_axes():
+    args, mesh = _arguments(), _mesh(4, 2, kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        operands = _put(mesh, args, SPECS)
+        if sharded_arrays_can_be_indexed():
+            got = jax.jit(_attend)(*operands)
+            assert_close(jax.device_get(got), jax.jit(_attend)(*args))
+        else:
+            with pytest.raises(Exception) as raised:
+                jax.jit(_attend)(*operands)
+            assert "pass the array as a parameter" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
