@@ -260,12 +260,13 @@ class _Plan:
         for role in call.operands:  # the query is the first
             self._follow(role)
         heads, kv_heads = self.factors.num_heads, self.factors.num_kv_heads
-        self.heads = self.axes.get("n", ())
-        # Key heads that come whole stay whole: their gradient is then one sum.
-        given = [self.given[role][-2] for role in ("key", "value")]
-        both = zip(self.heads, *given, strict=False)
-        same = list(itertools.takewhile(lambda axes: len(set(axes)) == 1, both))
-        self.kv_heads = self._prefix(self.heads[: len(same)], kv_heads)
+        self.heads = self.kv_heads = self.axes.get("n", ())
+        if heads != kv_heads:
+            # Key heads that come whole stay whole: their gradient is then one sum.
+            given = [self.given[role][-2] for role in ("key", "value")]
+            both = zip(self.heads, *given, strict=False)
+            same = list(itertools.takewhile(lambda axes: len(set(axes)) == 1, both))
+            self.kv_heads = self._prefix(self.heads[: len(same)], kv_heads)
         # Devices along these read the same key heads, or parts of them.
         self.shared = self.heads[len(self.kv_heads) :]
         self.axes["k"] = self.kv_heads
@@ -274,15 +275,15 @@ class _Plan:
         self.slices = dict(self._slices())
 
     def _follow(self, role: str) -> None:
-        names = self.factors.of(role)
-        free = self.factors.lead if role != "query" else [*names]
-        for name, axes in zip(names, self.given[role], strict=True):
-            known = name in self.factors.lead or name in self.factors.batch
-            if name in self.axes or name not in free or not (known or name == "n"):
+        """Divide what is not decided yet as an operand comes."""
+        factors = self.factors
+        own = [*factors.batch, "n"] if role == "query" else []
+        for name, axes in zip(factors.of(role), self.given[role], strict=True):
+            if name in self.axes or name not in (*factors.lead, *own):
                 continue
             taken = {a for other in self.axes.values() for a in other}
-            axes = tuple(a for a in axes if a not in taken)
-            self.axes[name] = self._prefix(axes, self.factors.sizes[name])
+            free = tuple(a for a in axes if a not in taken)
+            self.axes[name] = self._prefix(free, factors.sizes[name])
 
     def _count(self, axes: Axes) -> int:
         return math.prod(self.mesh.shape[a] for a in axes)
@@ -346,11 +347,9 @@ def _partition(
     call: _Call, mesh: Mesh, args: Sequence[Any], _: Any
 ) -> tuple[Mesh, Any, Any, Any]:
     """What each device does, and with which parts: see `custom_partitioning`."""
-    if mesh.empty:
-        raise NotImplementedError(
-            "attention: its arrays are sharded over devices of no known mesh; give "
-            "them a NamedSharding, or call it inside jax.set_mesh."
-        )
+    if mesh.empty:  # the arrays come from different meshes
+        devices = args[0].sharding.devices_indices_map(tuple(args[0].shape))
+        mesh = Mesh(np.array(list(devices)), ("devices",))
     plan = _Plan(call, mesh, args)
 
     def local(*operands: Any) -> tuple[jax.Array, ...]:

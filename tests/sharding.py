@@ -170,6 +170,8 @@ def sums_needed(case: Case, layout: Layout, floats: dict) -> set[tuple[bool, Axe
     divided = {a for axes in (*layout.batch, layout.heads) for a in axes}
     found = set()
     for name, x in floats.items():
+        if name in ("key", "value") and case.num_kv_heads == case.num_q_heads:
+            continue  # divided with the query, however they come
         own = set()
         for entry in layout.spec(case, name, x.shape):
             own |= set(entry if isinstance(entry, tuple) else (entry,))

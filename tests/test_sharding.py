@@ -29,6 +29,8 @@ from sharding import (
 
 import fkl_jax
 
+X, XY = (("x", 8),), (("x", 4), ("y", 2))
+
 
 def _case(**changes) -> Case:
     """A call with everything in it."""
@@ -75,7 +77,6 @@ def _check(case: Case, layout: Layout, implementation: str = "ffi") -> None:
         assert bool(found) == bool(needed)
 
 
-X, XY = (("x", 8),), (("x", 4), ("y", 2))
 LAYOUTS = {
     "batch": Layout(mesh=XY, heads=(), batch=(("x",),)),
     "batch over two axes": Layout(mesh=(("x", 2), ("y", 2), ("z", 2)),
@@ -103,7 +104,9 @@ def test_layouts(name, explicit):
         (6, 3, (("x", 2), ("y", 2)), ("x",), ()),  # a device reads one and a half
         (12, 6, (("x", 4),), ("x",), ()),
         (8, 2, (("x", 2), ("y", 4)), ("x", "y"), ("x",)),
+        (8, 4, XY, ("y",), ()),  # whole, though they could be divided
         (8, 8, X, ("x",), ("x",)),
+        (8, 8, X, ("x",), ()),
     ],
 )
 def test_more_devices_than_key_heads(heads, kv_heads, mesh, axes, kv_axes):
