@@ -28,6 +28,7 @@ from sharding import (
 )
 
 import fkl_jax
+from fkl_jax import _local_spec, _primitives, _reference
 
 X, XY = (("x", 8),), (("x", 4), ("y", 2))
 
@@ -511,6 +512,77 @@ def test_plain_jax(kind):
     explicit = kind == AxisType.Explicit
     layout = Layout(kv_heads=("y",), parameters=True, explicit=explicit)
     _check(case, layout, implementation="xla")
+
+
+def _spec_of_call(f, *args):
+    """The spec of the forward call in a function."""
+
+    def find(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "fkl_attention_fwd":
+                yield eqn.params["spec"]
+            for inner in eqn.params.values():
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from find(inner)
+
+    return next(find(jax.make_jaxpr(f)(*args).jaxpr))
+
+
+def test_parts_of_captures_in_plain_jax():
+    """What a device without kernels for a call does with its part of it."""
+    q, k, v, slopes = _arguments()
+    gate = jnp.cos(jnp.arange(16.0)).reshape(4, 4)
+    keep = jnp.arange(4 * 6).reshape(4, 6) % 5 > 0
+
+    def attend(q, k, v, slopes, gate, keep):
+        def score(s, b, h, q_idx, kv_idx):
+            return jnp.tanh(s) * (1 + h % 2) + slopes[h] * kv_idx + gate[b, h]
+
+        def mask(b, h, q_idx, kv_idx):
+            return keep[b, kv_idx]
+
+        return fkl_jax.attention_with_lse(q, k, v, score_mod=score, mask_mod=mask)
+
+    args = (q, k, v, slopes, gate, keep)
+    spec = _spec_of_call(attend, *args)
+    named = dict(zip(("query", "key", "value"), args, strict=False))
+    want, want_lse = attend(*args)
+    indexed = _local_spec.indexed(spec)
+    by_shape = {(4,): slopes, (4, 4): gate, (4, 6): keep}
+    assert sorted(map(sorted, (x.values() for x in indexed.values()))) == [
+        ["b"], ["b", "h"], ["h"],
+    ]  # fmt: skip
+    # Heads 2 and 3 of batch elements 1 to 3.
+    b, h = slice(1, 4), slice(2, 4)
+    sizes = {"b": 3, "h": 2}
+    slices = tuple(
+        (capture, tuple((axis, (name, sizes[name])) for axis, name in axes.items()))
+        for capture, axes in indexed.items()
+    )
+    local = _local_spec.sliced(spec, slices)
+    named |= {"query": q[b, :, h], "key": k[b, :, 1:2], "value": v[b, :, 1:2]}
+    named |= {"scale": jnp.float32(8**-0.5)}
+    named |= {"batch_index": jnp.arange(1, 4), "head_index": jnp.arange(2, 4)}
+    for capture, axes in indexed.items():
+        reads = next(
+            node.data[1]
+            for mod in (spec.score, spec.mask)
+            for node in mod.program.nodes
+            if node.op == "load" and node.data[0] == capture
+        )
+        part = [{"b": b, "h": h}.get(axes.get(axis), slice(None)) for axis in (0, 1)]
+        named[f"capture.{capture}"] = by_shape[tuple(reads)][tuple(part[: len(reads)])]
+    bases = _local_spec.bases(spec, slices)
+    named |= {bases["b"]: jnp.int32(1), bases["h"]: jnp.int32(2)}
+    operands = [named[role] for role in local.operands]
+    out, lse = _reference.forward(local, operands)
+    assert_close((out, lse), (want[b, :, h], want_lse[b, h]))
+    dout, dlse = jnp.sin(out), jnp.cos(lse)
+    results = tuple(r for r in local.operands if r in ("query", "key", "capture.0"))
+    plain = _reference.backward(local, operands, out, lse, dout, dlse, results)
+    kernels = _primitives.backward(local, [*operands, out, lse, dout, dlse], results)
+    assert_close(list(plain), list(kernels))
 
 
 @pytest.mark.gpu
