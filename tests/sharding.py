@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 from cases import COMPILE_FAST, Case, Problem, call
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 Axes = tuple[str, ...]
 
@@ -60,6 +60,7 @@ class Layout:
         mesh: name and size of each axis.
         batch: mesh axes of each batch axis.
         heads, kv_heads: mesh axes of query heads, and of key heads.
+        lead: mesh axes of the axis that vmap maps over.
         parameters: True if what is read per head and batch element is divided too.
         explicit: the axes of the mesh are explicit.
     """
@@ -68,6 +69,7 @@ class Layout:
     batch: tuple[Axes, ...] = (("x",),)
     heads: Axes = ("y",)
     kv_heads: Axes = ()
+    lead: Axes = ()
     parameters: bool = False
     explicit: bool = False
 
@@ -120,12 +122,6 @@ class Layout:
         if letter in "Bb":
             return self.batch[0] if self.batch and not any(self.batch[1:]) else ()
         return {"N": self.heads, "K": self.kv_heads}.get(letter, ())
-
-    def put(self, mesh, case: Case, arrays: dict) -> dict:
-        return {
-            name: jax.device_put(x, NamedSharding(mesh, self.spec(case, name, x.shape)))
-            for name, x in arrays.items()
-        }
 
 
 @functools.cache

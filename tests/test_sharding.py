@@ -1,6 +1,8 @@
 """Sharded calls against one device: values, gradients, and what is communicated."""
 
 import contextlib
+import dataclasses
+import hashlib
 import math
 import os
 import subprocess
@@ -49,24 +51,77 @@ def _on(layout: Layout, mesh):
     return jax.set_mesh(mesh) if layout.explicit else contextlib.nullcontext()
 
 
-def _check(case: Case, layout: Layout, implementation: str = "ffi") -> None:
+def _transformed(f, transform: str, is_mapped):
+    """`f(floats, others, ...)` of the same results. Under vmap `is_mapped(name)` says
+    which arrays have a leading axis."""
+    if transform == "remat":
+        policy = jax.checkpoint_policies.save_only_these_names("fkl_out")
+        return jax.checkpoint(f, policy=policy)
+    if transform != "vmap":
+        return f
+
+    def mapped(*operands):
+        axes = [{n: 0 if is_mapped(n) else None for n in x} for x in operands]
+        return jax.vmap(f, tuple(axes))(*operands)
+
+    return mapped
+
+
+def _check(
+    case: Case, layout: Layout, implementation: str = "ffi", transform: str = ""
+) -> None:
+    """Compare with one device; under vmap with a loop over what is mapped."""
     problem = make_problem(case)
     step = make_step(case, implementation)
-    arrays = arrays_of(problem)
-    want = compile_step(step, *jax.tree.map(jnp.asarray, arrays))(
-        *jax.tree.map(jnp.asarray, arrays)
-    )
+    count = 1
+    if transform == "vmap":
+        count = layout.size(layout.lead) if layout.lead else 2
+    versions = [
+        arrays_of(make_problem(dataclasses.replace(case, seed=case.seed + k)))
+        for k in range(count)
+    ]
+
+    def is_mapped(name):
+        # Any half of the arrays, and always the cotangents.
+        half = int(hashlib.sha256(f"{case.seed} {name}".encode()).hexdigest(), 16) % 2
+        return transform == "vmap" and (half == 0 or name in ("dout", "dlse"))
+
+    def element(k):
+        return [
+            {n: jnp.asarray((versions[k] if is_mapped(n) else versions[0])[g][n])
+             for n in group}
+            for g, group in enumerate(versions[0])
+        ]  # fmt: skip
+
+    one = jax.jit(step, compiler_options=COMPILE_FAST)
+    want = [jax.device_get(one(*element(k))) for k in range(count)]
+    want = jax.tree.map(lambda *xs: np.stack(xs), *want) if count > 1 else want[0]
+    if transform == "vmap" and count == 1:
+        want = jax.tree.map(lambda x: x[None], want)
     mesh = layout.make_mesh()
     with _on(layout, mesh):
-        operands = [layout.put(mesh, case, x) for x in arrays]
-        compiled = compile_step(step, *operands)
+        operands = []
+        for g, group in enumerate(versions[0]):
+            placed = {}
+            for n, x in group.items():
+                spec = layout.spec(case, n, x.shape)
+                if is_mapped(n):
+                    x = np.stack([version[g][n] for version in versions])
+                    spec = P(layout.lead or None, *spec)
+                placed[n] = jax.device_put(x, NamedSharding(mesh, spec))
+            operands.append(placed)
+        compiled = compile_step(_transformed(step, transform, is_mapped), *operands)
         got = compiled(*operands)
-        forward = compile_step(
-            lambda f, o: call(case, implementation, f, o), *operands[:2]
+        alone = _transformed(
+            lambda f, o: call(case, implementation, f, o), transform, is_mapped
         )
-    assert_close(jax.device_get(got), jax.device_get(want))
+        if any(is_mapped(n) for group in operands[:2] for n in group):
+            forward = compile_step(alone, *operands[:2])
+        else:
+            forward = None
+    assert_close(jax.device_get(got), want)
     if implementation == "ffi":
-        assert collectives(forward) == []
+        assert forward is None or collectives(forward) == []
         needed = sums_needed(case, layout, problem.floats)
         found = collectives(compiled)
         if layout.explicit and case.sinks and layout.heads and not layout.parameters:
@@ -127,17 +182,19 @@ def test_two_batch_axes():
 
 
 @st.composite
-def sharded_cases(draw) -> tuple[Case, Layout]:
+def sharded_cases(draw) -> tuple[Case, Layout, str]:
     mesh = draw(
         st.sampled_from(
             [X, XY, (("x", 2), ("y", 4)), (("x", 2), ("y", 2), ("z", 2)), (("x", 3),)]
         )
     )
     axes = draw(st.permutations([name for name, _ in mesh]))
-    ends = sorted(draw(st.lists(st.integers(0, len(axes)), min_size=3, max_size=3)))
+    ends = sorted(draw(st.lists(st.integers(0, len(axes)), min_size=4, max_size=4)))
     num_batch = draw(st.sampled_from([1, 1, 2]))
     batch = (tuple(axes[: ends[0]]), tuple(axes[ends[0] : ends[1]]))[:num_batch]
     heads = tuple(axes[ends[1] : ends[2]])
+    transform = draw(st.sampled_from(["", "remat", "vmap", "vmap"]))
+    lead = tuple(axes[ends[2] : ends[3]]) if transform == "vmap" else ()
     size = dict(mesh)
 
     def count(names):
@@ -157,6 +214,7 @@ def sharded_cases(draw) -> tuple[Case, Layout]:
         batch=batch,
         heads=heads,
         kv_heads=kv_axes,
+        lead=lead,
         parameters=draw(st.booleans()),
         explicit=draw(st.booleans()),
     )
@@ -185,7 +243,7 @@ def sharded_cases(draw) -> tuple[Case, Layout]:
         deterministic=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
-    return case, layout
+    return case, layout, transform
 
 
 def _sweep(examples: int, part: int):
@@ -198,13 +256,14 @@ def _sweep(examples: int, part: int):
     )
     @given(drawn=sharded_cases())
     def test(drawn):
-        _check(*drawn)
+        case, layout, transform = drawn
+        _check(case, layout, transform=transform)
 
     return test
 
 
 for _part in range(4):
-    globals()[f"test_random_layouts_{_part}"] = _sweep(5, _part)
+    globals()[f"test_random_layouts_{_part}"] = _sweep(8, _part)
 for _part in range(10):
     globals()[f"test_many_random_layouts_{_part}"] = pytest.mark.long(
         _sweep(40, 100 + _part)
