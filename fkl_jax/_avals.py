@@ -6,11 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-
-# Private, in JAX 0.10 to 0.12: what shard_map(check_vma=...) sets. With it, a mod that
-# closes over an array of a shard_map is traced with casts that mean nothing outside.
-from jax._src.config import _check_vma
 from jax.sharding import AbstractMesh, ManualAxisType, NamedSharding, PartitionSpec
+
+try:
+    # Private, in JAX 0.10 to 0.12: what shard_map(check_vma=...) sets. With it, a mod
+    # that closes over an array of a shard_map is traced with casts that mean nothing
+    # outside. Without the name such a mod needs check_vma=False.
+    from jax._src.config import _check_vma
+except ImportError:
+    _check_vma = None  # type: ignore[assignment]
 
 Aval = Any  # jax.core.ShapedArray
 SpecEntry = Any  # of a PartitionSpec: the name of a mesh axis, a tuple of them, or None
@@ -75,7 +79,8 @@ def plain(aval: Aval) -> Aval:
 def are_about_mesh() -> bool:
     """True where the types of arrays say something about a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    return bool(mesh.explicit_axes or (mesh.manual_axes and _check_vma.value))
+    checked = _check_vma is None or _check_vma.value
+    return bool(mesh.explicit_axes or (mesh.manual_axes and checked))
 
 
 def off_mesh() -> contextlib.AbstractContextManager[Any]:
@@ -89,7 +94,8 @@ def off_mesh() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _off_mesh() -> Any:
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _check_vma(False):
+    unchecked = contextlib.nullcontext() if _check_vma is None else _check_vma(False)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), unchecked:
         yield
 
 
