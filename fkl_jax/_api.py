@@ -3,7 +3,7 @@ operands."""
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 from . import _backends, _compose, _validate, _vjp
 from ._block_mask import BlockMask
 from ._compose import MaskModLike, ScoreModLike
-from ._mask_mods import Causal
+from ._mask_mods import Causal, MaskMod
 from ._score_mods import CallSizes
-from ._spec import interned_spec
+from ._spec import AttentionSpec, interned_spec
 
 Implementation = Literal["ffi", "xla"] | None
 CausalLike = bool | Literal["top_left", "bottom_right"]
@@ -119,6 +119,99 @@ def attention(
         >>> alibi = lambda s, b, h, q_idx, kv_idx: s - slopes[h] * (q_idx - kv_idx)
         >>> out = attention(q, k, v, causal=True, score_mod=alibi)
     """
+    call = resolve(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
+        bias=bias,
+        causal=causal,
+        scale=scale,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_seq_lengths=q_seq_lengths,
+        kv_seq_lengths=kv_seq_lengths,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        sinks=sinks,
+        deterministic=deterministic,
+        precision=precision,
+    )
+    return run(call, return_lse=return_lse, implementation=implementation)
+
+
+def attention_with_lse(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return `attention(query, key, value, return_lse=True, ...)`: out and lse.
+
+    Args:
+        query, key, value: as for `attention`.
+        options: every keyword of `attention` but `return_lse`.
+
+    Returns:
+        out (*B, T, N, Hv) and lse (*B, N, T), natural logarithm, float32, -inf on rows
+        without a live key.
+
+    Raises:
+        TypeError: `return_lse` is among the options; otherwise as `attention`.
+    """
+    if "return_lse" in options:
+        raise TypeError(
+            "attention_with_lse always returns lse; drop return_lse, or call attention."
+        )
+    return attention(query, key, value, return_lse=True, **options)
+
+
+class Call(NamedTuple):
+    """A checked call.
+
+    Attributes:
+        spec: what selects the code; its operands are the following two, in order.
+        operands: by role.
+        implied: types of operands that `_vjp.implied_operands` makes, by role.
+        masks: `causal` and all mask mods, as they were given.
+    """
+
+    spec: AttentionSpec
+    operands: dict[str, Any]
+    implied: dict[str, jax.ShapeDtypeStruct]
+    masks: list[MaskMod]
+
+
+def resolve(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+    bias: Any = None,
+    causal: Any = False,
+    scale: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_seq_lengths: Any = None,
+    kv_seq_lengths: Any = None,
+    q_offset: Any = None,
+    kv_offset: Any = None,
+    sinks: Any = None,
+    deterministic: bool = False,
+    precision: PrecisionLike = None,
+    sequence_shards: int = 1,
+    head_shards: int = 1,
+    first_head: Any = 0,
+) -> Call:
+    """Check the arguments of `attention` and turn them into a spec and operands.
+
+    The arrays may be a part of a larger call: one of `sequence_shards` equal parts of
+    its queries and keys, or one of `head_shards` of its heads, from `first_head` on.
+    Mods and `causal` mean the larger call; bias and block mask have the rows of the
+    part and the columns of the whole.
+    """
     query = _validate.as_array(query, "query")
     key = _validate.as_array(key, "key")
     value = _validate.as_array(value, "value")
@@ -126,20 +219,19 @@ def attention(
     if isinstance(causal, np.bool_):
         causal = bool(causal)
     _validate.check_choice(causal, "causal", _validate.CAUSAL)
-    _validate.check_choice(implementation, "implementation", _validate.IMPLEMENTATIONS)
-    _validate.check_bool(return_lse, "return_lse")
     _validate.check_bool(deterministic, "deterministic")
 
     batch = query.shape[:-3]
     t, n, h = query.shape[-3:]
     s = key.shape[-3]
+    q_len, kv_len = sequence_shards * t, sequence_shards * s
     acc = np.float64 if query.dtype == np.float64 else np.float32
     operands: dict[str, Any] = {"query": query, "key": key, "value": value}
     if scale is not None:
         operands["scale"] = _validate.check_scale(scale, acc)
     if bias is not None:
         array = _validate.check_bias(
-            _validate.as_array(bias, "bias"), (*batch, n, t, s)
+            _validate.as_array(bias, "bias"), (*batch, n, t, kv_len)
         )
         # float64 beside float32 inputs: the kernels read at most float32.
         operands["bias"] = array.astype(acc) if array.dtype == np.float64 else array
@@ -172,24 +264,27 @@ def attention(
             )
         blocks = (block_mask.block_q, block_mask.block_kv)
         operands["block_mask"] = _validate.check_block_mask(
-            block_mask.mask, blocks, batch, n, t, s
+            block_mask.mask, blocks, batch, n, t, kv_len
         )
 
     scores, masks = _compose.split_mods(score_mod, mask_mod)
     if causal is not False:
         has_offset = q_offset is not None or kv_offset is not None
-        if causal is True and t != s and not has_offset:
-            raise _validate.ambiguous_causal(t, s)
+        if causal is True and q_len != kv_len and not has_offset:
+            raise _validate.ambiguous_causal(q_len, kv_len)
         if isinstance(causal, str) and has_offset:
             raise _validate.causal_with_offsets(causal)
         masks.insert(
-            0, _compose.bottom_right(t, s) if causal == "bottom_right" else _CAUSAL
+            0,
+            _compose.bottom_right(q_len, kv_len)
+            if causal == "bottom_right"
+            else _CAUSAL,
         )
     sizes = CallSizes(
         batch=math.prod(batch),
-        num_q_heads=n,
-        q_seq_len=t,
-        kv_seq_len=s,
+        num_q_heads=head_shards * n,
+        q_seq_len=q_len,
+        kv_seq_len=kv_len,
         has_offsets=q_offset is not None or kv_offset is not None,
     )
     for mod in (*scores, *masks):
@@ -213,7 +308,11 @@ def attention(
     if any(m.reads("b") for m in mods):
         implied["batch_index"] = jax.ShapeDtypeStruct(batch, jnp.int32)
     if any(m.reads("h") for m in mods):
-        implied["head_index"] = jax.ShapeDtypeStruct((n,), jnp.int32)
+        if head_shards == 1:
+            implied["head_index"] = jax.ShapeDtypeStruct((n,), jnp.int32)
+        else:
+            heads = jnp.arange(n, dtype=jnp.int32)
+            operands["head_index"] = first_head + heads
 
     spec = interned_spec(
         operands=(*operands, *implied),
@@ -227,33 +326,18 @@ def attention(
         deterministic=deterministic,
         precision=_precision(precision),
     )
-    chosen = _backends.choose(spec, operands | implied, implementation)
-    run = _vjp.compiled_attention if chosen == "ffi" else _vjp.reference_attention
-    out, lse = run(spec, tuple(implied))(*operands.values())
+    return Call(spec, operands, implied, masks)
+
+
+def run(call: Call, *, return_lse: bool, implementation: Implementation) -> Any:
+    """Return out, and lse if asked for, of a call."""
+    _validate.check_choice(implementation, "implementation", _validate.IMPLEMENTATIONS)
+    _validate.check_bool(return_lse, "return_lse")
+    every = call.operands | call.implied
+    chosen = _backends.choose(call.spec, every, implementation)
+    compute = _vjp.compiled_attention if chosen == "ffi" else _vjp.reference_attention
+    out, lse = compute(call.spec, tuple(call.implied))(*call.operands.values())
     return (out, lse) if return_lse else out
-
-
-def attention_with_lse(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Return `attention(query, key, value, return_lse=True, ...)`: out and lse.
-
-    Args:
-        query, key, value: as for `attention`.
-        options: every keyword of `attention` but `return_lse`.
-
-    Returns:
-        out (*B, T, N, Hv) and lse (*B, N, T), natural logarithm, float32, -inf on rows
-        without a live key.
-
-    Raises:
-        TypeError: `return_lse` is among the options; otherwise as `attention`.
-    """
-    if "return_lse" in options:
-        raise TypeError(
-            "attention_with_lse always returns lse; drop return_lse, or call attention."
-        )
-    return attention(query, key, value, return_lse=True, **options)
 
 
 # --- private -------------------------------------------------------------------------

@@ -25,6 +25,9 @@ class _CausalShifted(MaskMod):
     def __init__(self, shift: int):
         super().__init__(_causal_shifted, as_int(shift, "shift"))
 
+    def _distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return -self.params[0], None
+
     def _is_builtin(self) -> bool:
         return True
 

@@ -1,7 +1,8 @@
 """Mask mods: which keys a query sees, as functions of the indices; they compose with
 `&`, `|` and `~`."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ._score_mods import CallSizes, Mod, as_int, as_param
+from ._validate import to_int32
 
 
 class MaskMod(Mod):
@@ -42,6 +44,14 @@ class MaskMod(Mod):
     def __invert__(self) -> "MaskMod":
         return _Combined("~", self)
 
+    def distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Bounds of `q_idx - kv_idx` outside of which nothing is live, None where it
+        has none: what lets whole parts of a sequence be skipped."""
+        return self._distances() if self._is_builtin() else (None, None)
+
+    def _distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return None, None
+
     def _is_builtin(self) -> bool:
         return type(self).__module__ == __name__ and type(self) is not MaskMod
 
@@ -67,6 +77,12 @@ class _Combined(MaskMod):
             return jnp.logical_not(values[0])
         join = jnp.logical_and if self.operator == "&" else jnp.logical_or
         return join(*values)
+
+    def _distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        if self.operator == "~":
+            return None, None
+        bounds = [part.distances() for part in self.parts]
+        return intersection(bounds) if self.operator == "&" else _hull(bounds)
 
     def __repr__(self) -> str:
         if self.operator == "~":
@@ -116,6 +132,9 @@ class Causal(MaskMod):
     def __init__(self) -> None:
         super().__init__(_causal)
 
+    def _distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return jnp.int32(0), None
+
 
 class SlidingWindow(MaskMod):
     """Live iff `q_idx - left <= kv_idx <= q_idx + right`.
@@ -156,6 +175,11 @@ class SlidingWindow(MaskMod):
                 "least 1, the query's own key."
             )
         return cls(width - 1, 0)
+
+    def _distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        bounds = [to_int32(bound) for bound in self.params]
+        left = bounds.pop(0) if self.function in (_window, _window_left) else None
+        return -bounds[0] if bounds else None, left
 
 
 class PrefixLM(MaskMod):
@@ -242,6 +266,30 @@ class DenseMask(MaskMod):
         for axis, what in enumerate(axes):
             if shape[axis] != 1:
                 sizes.check_axis("array of DenseMask", shape, axis, what)
+
+
+def intersection(
+    bounds: Sequence[tuple[jax.Array | None, jax.Array | None]],
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Bounds of what is within all the bounds."""
+    low = [a for a, _ in bounds if a is not None]
+    high = [b for _, b in bounds if b is not None]
+    return (
+        functools.reduce(jnp.maximum, low) if low else None,
+        functools.reduce(jnp.minimum, high) if high else None,
+    )
+
+
+def _hull(
+    bounds: Sequence[tuple[jax.Array | None, jax.Array | None]],
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Bounds of what is within any of the bounds."""
+    low = [a for a, _ in bounds if a is not None]
+    high = [b for _, b in bounds if b is not None]
+    return (
+        functools.reduce(jnp.minimum, low) if len(low) == len(bounds) else None,
+        functools.reduce(jnp.maximum, high) if len(high) == len(bounds) else None,
+    )
 
 
 def _check_not_negative(value: jax.Array, name: str) -> None:

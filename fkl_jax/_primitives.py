@@ -47,6 +47,19 @@ def backward(
     return bwd_p.bind(*operands, spec=spec, results=results)
 
 
+def plain_backward(
+    spec: AttentionSpec, operands: Sequence[Any], results: tuple[str, ...]
+) -> list[jax.Array]:
+    """`backward` in plain JAX."""
+    return list(
+        _opaque.run(
+            functools.partial(_bwd_reference, spec=spec, results=results),
+            operands,
+            lambda: _bwd_avals(*map(jax.typeof, operands), spec=spec, results=results),
+        )
+    )
+
+
 def tangents(
     spec: AttentionSpec,
     results: tuple[str, ...] | None,

@@ -120,7 +120,7 @@ def check_integers(x: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
         raise ValueError(
             f"attention: {name} has shape {array.shape}; it must be {shape}."
         )
-    return _to_int32(array)
+    return to_int32(array)
 
 
 def check_offset(x: Any, name: str, batch: tuple[int, ...]) -> jax.Array:
@@ -135,7 +135,7 @@ def check_offset(x: Any, name: str, batch: tuple[int, ...]) -> jax.Array:
             f"attention: {name} has shape {array.shape}; it must be a scalar or have "
             f"the batch shape {batch}."
         )
-    return jnp.broadcast_to(_to_int32(array), batch)
+    return jnp.broadcast_to(to_int32(array), batch)
 
 
 def check_scale(scale: Any, dtype: Any) -> jax.Array:
@@ -245,10 +245,8 @@ def half_of_segment_ids(query_is_missing: bool) -> ValueError:
     return ValueError(f"attention: {present} is given without {absent}; pass both.")
 
 
-# --- private -------------------------------------------------------------------------
-
-
-def _to_int32(x: jax.Array) -> jax.Array:
+def to_int32(x: jax.Array) -> jax.Array:
+    """Return `x` as int32, saturated."""
     if x.dtype == jnp.int32:
         return x
     # Saturate: a 64-bit length beyond any array must not wrap to a negative one.

@@ -27,8 +27,8 @@ def compiled_attention(
     """Return `(*operands) -> (out, lse)` on the custom calls, jitted; the same
     function for an equal spec.
 
-    The roles `implied`, the last ones of the spec, are no operands: `_implied` makes
-    them.
+    The roles `implied`, the last ones of the spec, are no operands:
+    `implied_operands` makes them.
     """
 
     @jax.custom_vjp
@@ -40,12 +40,12 @@ def compiled_attention(
         out, lse = _partition.forward(spec, operands)
         # Both names must be saved for a remat policy to spare the forward kernel.
         out, lse = checkpoint_name(out, "fkl_out"), checkpoint_name(lse, "fkl_lse")
-        asked = _Static(tuple(x.perturbed for x in inputs))
+        asked = Static(tuple(x.perturbed for x in inputs))
         return (out, lse), (operands, out, lse, asked)
 
     def bwd(saved: Any, cotangents: Any) -> tuple[Any, ...]:
         operands, out, lse, asked = saved
-        dout, dlse = map(_instantiate, cotangents)
+        dout, dlse = map(instantiate, cotangents)
         return _gradients(spec, operands, out, lse, dout, dlse, asked.value)
 
     attend.defvjp(fwd, bwd, symbolic_zeros=True)
@@ -73,7 +73,7 @@ def reference_attention(
 
 
 @jax.tree_util.register_pytree_node_class
-class _Static:
+class Static:
     """A residual that is not an array."""
 
     def __init__(self, value: Any):
@@ -83,7 +83,7 @@ class _Static:
         return (), self.value
 
     @classmethod
-    def tree_unflatten(cls, value: Any, _: Any) -> "_Static":
+    def tree_unflatten(cls, value: Any, _: Any) -> "Static":
         return cls(value)
 
 
@@ -94,10 +94,10 @@ def _all(
 
     Inside a shard_map one that is the same on all devices varies like the others from
     here on, so that its gradient is summed over them, once."""
-    return _avals.vary_alike([*operands, *_implied(spec, implied, operands[0])])
+    return _avals.vary_alike([*operands, *implied_operands(spec, implied, operands[0])])
 
 
-def _implied(
+def implied_operands(
     spec: AttentionSpec, roles: tuple[str, ...], query: jax.Array
 ) -> tuple[Any, ...]:
     """Operands that follow from the shape of the query."""
@@ -113,7 +113,7 @@ def _implied(
     return tuple(make[role]() for role in roles)
 
 
-def _instantiate(ct: Any) -> jax.Array:
+def instantiate(ct: Any) -> jax.Array:
     return jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct
 
 
@@ -133,7 +133,7 @@ def _gradients(
     ]
     by_role: dict[str, Any] = {}
     # Captures of the mask have no gradient: a bool does not move.
-    kernel = tuple(r for r in wanted if r != "sinks" and not _is_mask_capture(spec, r))
+    kernel = tuple(r for r in wanted if r != "sinks" and not is_mask_capture(spec, r))
     if kernel:
         # Cotangents that are zero, or come from elsewhere, need not vary as out does.
         inputs = _avals.vary_alike((*operands, out, lse, dout, dlse))
@@ -141,7 +141,7 @@ def _gradients(
         by_role.update(zip(kernel, grads, strict=True))
     if "sinks" in wanted:
         sinks = operands[spec.operands.index("sinks")]
-        dsinks = _sinks_gradient(sinks, out, lse, dout, dlse)
+        dsinks = sinks_gradient(sinks, out, lse, dout, dlse)
         by_role["sinks"] = _avals.shard_alike(dsinks, sinks)
     result = []
     for role, x in zip(spec.operands, operands, strict=True):
@@ -152,12 +152,12 @@ def _gradients(
     return tuple(result)
 
 
-def _is_mask_capture(spec: AttentionSpec, role: str) -> bool:
+def is_mask_capture(spec: AttentionSpec, role: str) -> bool:
     name, _, number = role.partition(".")
     return name == "capture" and int(number) >= spec.num_score_captures
 
 
-def _sinks_gradient(
+def sinks_gradient(
     sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array
 ) -> jax.Array:
     """The sink is a logit with value 0: its dP is 0, so its ds is `-P * D`, summed
