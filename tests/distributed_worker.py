@@ -4,6 +4,7 @@ Places its part of the arrays in FOLDER/arrays.npz, runs a step on the mesh of a
 processes, and compares what it has of the results with those in the file.
 """
 
+import functools
 import sys
 
 import jax
@@ -46,6 +47,48 @@ def step(*args):
     return out, *grads
 
 
+# The sequence over all devices, those of a process next to each other, zigzag.
+SEQUENCE = ("processes", "devices")
+RING_SPECS = {
+    "ring query": P(None, SEQUENCE),
+    "ring key": P(None, SEQUENCE),
+    "ring value": P(None, SEQUENCE),
+    "slopes": P(),
+}
+RING_RESULTS = ("ring out", *(f"ring gradient of {name}" for name in RING_SPECS))
+
+
+def ring_step(attention, *args):
+    """Return out and the gradients; `attention` sees the arrays in zigzag order."""
+
+    def loss(query, key, value, slopes):
+        out = attention(query, key, value, slopes)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), grads = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(*args)
+    return out, *grads
+
+
+def on_one_device(query, key, value, slopes):
+    there = functools.partial(fkl_jax.zigzag_permute, num_shards=4)
+    back = functools.partial(fkl_jax.zigzag_unpermute, num_shards=4)
+    out = fkl_jax.attention(
+        *back((query, key, value)), causal=True, score_mod=fkl_jax.ALiBi(slopes)
+    )
+    return there(out)
+
+
+def on_mesh(mesh):
+    def ring(query, key, value, slopes):
+        return fkl_jax.ring_attention(
+            query, key, value, axis_name=SEQUENCE, zigzag=True, causal=True,
+            score_mod=fkl_jax.ALiBi(slopes), implementation="ffi",
+        )  # fmt: skip
+
+    specs = tuple(RING_SPECS.values())
+    return jax.shard_map(ring, mesh=mesh, in_specs=specs, out_specs=specs[0])
+
+
 def main(rank: int, port: str, folder: str) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -62,13 +105,17 @@ def main(rank: int, port: str, folder: str) -> None:
             x.shape, NamedSharding(mesh, spec), lambda index: x[index]
         )
 
-    got = jax.jit(step)(*(place(name, spec) for name, spec in SPECS.items()))
-    for name, x in zip(RESULTS, got, strict=True):
-        for shard in x.addressable_shards:
-            want = arrays[name][shard.index]
-            np.testing.assert_allclose(
-                shard.data, want, rtol=2e-5, atol=2e-5, err_msg=name
-            )
+    def check(step, specs, results):
+        got = jax.jit(step)(*(place(name, spec) for name, spec in specs.items()))
+        for name, x in zip(results, got, strict=True):
+            for shard in x.addressable_shards:
+                want = arrays[name][shard.index]
+                np.testing.assert_allclose(
+                    shard.data, want, rtol=2e-5, atol=2e-5, err_msg=name
+                )
+
+    check(step, SPECS, RESULTS)
+    check(functools.partial(ring_step, on_mesh(mesh)), RING_SPECS, RING_RESULTS)
     jax.distributed.shutdown()
 
 

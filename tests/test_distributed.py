@@ -1,5 +1,6 @@
 """Several processes, each with several devices: equal to one device."""
 
+import functools
 import os
 import socket
 import subprocess
@@ -23,6 +24,9 @@ def test_two_processes_of_two_devices(tmp_path):
         "key": (4, 9, 2, 8),
         "value": (4, 9, 2, 16),
         "slopes": (4,),
+        "ring query": (2, 16, 4, 8),
+        "ring key": (2, 16, 2, 8),
+        "ring value": (2, 16, 2, 16),
     }
     arrays = {
         name: np.asarray(rng.standard_normal(shape), np.float32)
@@ -34,6 +38,12 @@ def test_two_processes_of_two_devices(tmp_path):
         *(arrays[n] for n in distributed_worker.SPECS)
     )
     results = dict(zip(distributed_worker.RESULTS, one, strict=True))
+    ring = jax.jit(
+        functools.partial(
+            distributed_worker.ring_step, distributed_worker.on_one_device
+        )
+    )(*(arrays[n] for n in distributed_worker.RING_SPECS))
+    results |= dict(zip(distributed_worker.RING_RESULTS, ring, strict=True))
     np.savez(tmp_path / "arrays.npz", **arrays, **results)
 
     port = str(_free_port())
