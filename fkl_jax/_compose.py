@@ -181,7 +181,7 @@ class _Key:
         function: Any,
     ):
         self.args = (jaxpr, kind, captures, num_params, dtype, function)
-        self.text = None if _trace.has_custom_rules(jaxpr) else str(jaxpr)
+        self.text = str(jaxpr) if _trace.text_says_all(jaxpr) else None
         self._static = (kind, captures, num_params, str(dtype), self.text)
 
     def __hash__(self) -> int:

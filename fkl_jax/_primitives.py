@@ -145,7 +145,7 @@ def _bwd_avals(*avals: Any, spec: AttentionSpec, results: tuple[str, ...]) -> li
     for role in results:
         x = avals[spec.operands.index(role)]
         same = role in ("query", "key", "value")
-        dtype = x.dtype if same else _reference.gradient_dtype(x.dtype)
+        dtype = x.dtype if same else _reference.gradient_dtype(avals[0].dtype)
         out.append(_aval(avals, [*lead, *own[role]], dtype))
     return out
 

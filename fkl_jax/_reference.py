@@ -560,13 +560,13 @@ def _backward(
     grads = iter(total.captures)
     for k, c in enumerate(p.score_captures):
         if _is_float(c):
-            by_role[f"capture.{k}"] = next(grads).astype(gradient_dtype(c.dtype))
+            by_role[f"capture.{k}"] = next(grads).astype(p.acc)
     return tuple(by_role[role] for role in results)
 
 
 def gradient_dtype(dtype: Any) -> Any:
-    """Gradients of bias and captures leave the primitive in float32, of float64 arrays
-    in float64."""
+    """float32, or float64 for float64: in which the gradients of a captured array add
+    up, and in which those of a call with such a query leave the primitive."""
     return np.dtype(np.float64 if dtype == jnp.float64 else np.float32)
 
 

@@ -80,11 +80,11 @@ def compile_mod(traced: _trace.TracedFunction, function: Any) -> TracedMod:
 
 
 def _text_of_jaxpr(traced: _trace.TracedFunction) -> str:
-    """A text for what has no program. The text of a jaxpr does not show a user's
-    derivative rule, so such a mod is only equal to itself; the `TracedMod` keeps the
-    jaxpr alive, hence its address its own."""
+    """A text for what has no program. Where the text of its jaxpr does not say
+    everything, such a mod is only equal to itself; the `TracedMod` keeps the jaxpr
+    alive, hence its address its own."""
     jaxpr = traced.closed.jaxpr
-    own = f"\nat {id(jaxpr)}" if _trace.has_custom_rules(jaxpr) else ""
+    own = "" if _trace.text_says_all(jaxpr) else f"\nat {id(jaxpr)}"
     return f"{traced.kind}\n{jaxpr}{own}"
 
 

@@ -108,14 +108,15 @@ def _many_operations_twin(s, b, h, q, kv, a):
 def _branches(a):
     def mod(s, b, h, q_idx, kv_idx):
         s = jnp.where(q_idx > kv_idx, s * a, s - a)
-        return jax.lax.cond(h % 2 == 0, lambda x: 0.5 * x, lambda x: -x, s)
+        # A branch with a residual, which the derivative carries out of it.
+        return jax.lax.cond(h % 2 == 0, lambda x: 0.5 * x * x, lambda x: -x, s)
 
     return mod
 
 
 def _branches_twin(s, b, h, q, kv, a):
     s = np.where(q > kv, s * a, s - a)
-    return np.where(h % 2 == 0, 0.5 * s, -s)
+    return np.where(h % 2 == 0, 0.5 * s * s, -s)
 
 
 def _leaky(s, b, h, q_idx, kv_idx):
@@ -280,9 +281,13 @@ SCORE_MODS = {
             name="read_twice",
             make_params=lambda rng, z: (_normal(rng, z.kv_seq_len + 1),),
             build=_captured(
-                lambda a: lambda s, b, h, q_idx, kv_idx: s + a[kv_idx] * a[q_idx // 2]
+                lambda a: (
+                    lambda s, b, h, q_idx, kv_idx: (
+                        s + a[kv_idx] * a[q_idx // 2] + a[kv_idx] * 1.0
+                    )
+                )
             ),
-            value=lambda s, b, h, q, kv, at_kv, at_q: s + at_kv * at_q,
+            value=lambda s, b, h, q, kv, at_kv, at_q: s + at_kv * at_q + at_kv,
             loads=lambda mod, b, h, q, kv: [
                 (0, (_wrap(kv, mod.params[0].size),)),
                 # int division truncates towards minus infinity in jnp and numpy
