@@ -237,18 +237,16 @@ def resolve(
         operands["bias"] = array.astype(acc) if array.dtype == np.float64 else array
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise _validate.half_of_segment_ids(q_segment_ids is None)
-    for name, ids, length in (
-        ("q_segment_ids", q_segment_ids, t),
-        ("kv_segment_ids", kv_segment_ids, s),
-    ):
-        if ids is not None:
-            operands[name] = _validate.check_integers(ids, name, (*batch, length))
+    if q_segment_ids is not None:
+        operands["q_segment_ids"], operands["kv_segment_ids"] = (
+            _validate.check_segment_ids(q_segment_ids, kv_segment_ids, batch, t, s)
+        )
     for name, lengths in (
         ("q_seq_lengths", q_seq_lengths),
         ("kv_seq_lengths", kv_seq_lengths),
     ):
         if lengths is not None:
-            operands[name] = _validate.check_integers(lengths, name, batch)
+            operands[name] = _validate.check_lengths(lengths, name, batch)
     for name, offset in (("q_offset", q_offset), ("kv_offset", kv_offset)):
         if offset is not None:
             operands[name] = _validate.check_offset(offset, name, batch)

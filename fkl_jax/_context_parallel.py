@@ -95,6 +95,8 @@ def ring_attention(
     num_shards = _num_shards(axis_name, "ring_attention")
     if num_shards == 1:
         return _api.attention(query, key, value, **options)
+    for name in ("q_segment_ids", "kv_segment_ids"):
+        _check_ids_compare_across_devices(options.get(name), name)
     return_lse = options.pop("return_lse", False)
     implementation = options.pop("implementation", None)
     _validate.check_bool(return_lse, "return_lse")
@@ -185,6 +187,16 @@ def ulysses_attention(
 
 
 # --- private -------------------------------------------------------------------------
+
+
+def _check_ids_compare_across_devices(ids: Any, name: str) -> None:
+    # `attention` ranks wider ids among those at hand, here only the device's own.
+    dtype = getattr(ids, "dtype", np.dtype(np.int32))
+    if dtype.itemsize >= 4 and dtype != np.int32:
+        raise TypeError(
+            f"ring_attention: {name} has dtype {dtype}; ids are compared across devices "
+            "and must be int32 or narrower."
+        )
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._score_mods import CallSizes, Mod, as_int, as_param
+from ._score_mods import CallSizes, Mod, as_int, as_param, as_segment_ids
 from ._validate import to_int32
 
 
@@ -102,16 +102,17 @@ class _Combined(MaskMod):
 
 
 def _as_bool(value: Any, part: Any) -> Any:
-    if jnp.result_type(value) != jnp.bool_ or jnp.ndim(value):
+    described = (
+        repr(value)
+        if value is None or isinstance(value, tuple | list)
+        else f"{jnp.result_type(value)} of shape {jnp.shape(value)}"
+    )
+    if described != "bool of shape ()":
         raise TypeError(
-            f"attention: mask_mod {part!r} returned {_describe(value)}; it must "
+            f"attention: mask_mod {part!r} returned {described}; it must "
             "return a bool scalar."
         )
     return value
-
-
-def _describe(value: Any) -> str:
-    return f"{jnp.result_type(value)} of shape {jnp.shape(value)}"
 
 
 def as_mask_mod(value: Any) -> MaskMod:
@@ -207,10 +208,9 @@ class SegmentIds(MaskMod):
     """
 
     def __init__(self, q_ids: ArrayLike, kv_ids: ArrayLike | None = None):
-        ids = [as_int(q_ids, "q_ids of SegmentIds", (1, 2))]
-        if kv_ids is not None:
-            ids.append(as_int(kv_ids, "kv_ids of SegmentIds", (1, 2)))
-        super().__init__(_segment_ids, *ids)
+        given = [q_ids] if kv_ids is None else [q_ids, kv_ids]
+        names = ("q_ids of SegmentIds", "kv_ids of SegmentIds")[: len(given)]
+        super().__init__(_segment_ids, *as_segment_ids(given, names))
 
     def check_call(self, sizes: CallSizes) -> None:
         for name, ids, axis in (

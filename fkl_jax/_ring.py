@@ -303,7 +303,7 @@ def _gradients(
         zeros = {
             role: jnp.zeros_like(
                 operands[role],
-                dtype=_reference.gradient_dtype(operands[role].dtype),
+                dtype=_reference.gradient_dtype(operands["query"].dtype),
             )
             for role in results
         }
