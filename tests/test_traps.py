@@ -183,6 +183,40 @@ def test_unequal_lengths(t, s, causal, backend):
     check_case(case, backend)
 
 
+@pytest.mark.backends("xla", "ffi")
+@pytest.mark.parametrize("number", [-1e9, -1e30, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("through", ["bias", "score_mod"])
+def test_rows_masked_by_a_large_finite_number(through, number, backend):
+    """Additive masks: such a row is the mean of all values, and nothing in it is NaN,
+    which no zero cotangent could stop."""
+    q, k, v = _qkv(9, 21)
+    masked = jnp.asarray([0, 4, 8])
+    bias = jnp.zeros((9, 21)).at[masked].set(number)
+
+    def attend(q, k, v):
+        how = (
+            dict(bias=bias)
+            if through == "bias"
+            else dict(score_mod=lambda s, b, h, i, j: jnp.where(i % 4 == 0, number, s))
+        )
+        return fkl_jax.attention(q, k, v, implementation=backend, **how)
+
+    out = attend(q, k, v)
+    mean = jnp.repeat(v.mean(1, keepdims=True), q.shape[2] // v.shape[2], axis=2)
+    np.testing.assert_allclose(out[:, masked], mean + 0 * out[:, masked], atol=1e-5)
+    # Padding: the rows exist, nobody uses them.
+    used = jnp.ones((9, 1, 1)).at[masked].set(0)
+    grads = jax.grad(lambda *x: jnp.sum((used * attend(*x)) ** 2), (0, 1, 2))(q, k, v)
+    plain = jax.grad(
+        lambda *x: jnp.sum(
+            (used * fkl_jax.attention(*x, implementation="xla")) ** 2
+        ),
+        (0, 1, 2),
+    )(q, k, v)  # fmt: skip
+    for got, want in zip(grads, plain, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("batch,t,s", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)])
 def test_empty_sizes(batch, t, s, backend):
     case = Case(
