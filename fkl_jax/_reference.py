@@ -398,6 +398,10 @@ def _with_exact_zeros(f: Callable[..., Any]) -> Callable[..., Any]:
     @jax.custom_jvp
     def clean(fixed: Any, *x: Any) -> Any:
         value = f(fixed, *x)
+        # Formally a function of every x: under vmap JAX gives the value of a custom_jvp
+        # the batch axes of its tangent only if it has them itself.
+        for xk in x:
+            value = lax.select(xk != xk, value, value)
         return jnp.where(fixed[0], value, jnp.zeros_like(value))
 
     @clean.defjvp

@@ -140,15 +140,16 @@ def attention(ring: Ring) -> Callable[..., tuple[jax.Array, jax.Array]]:
         operands = tuple(x.value for x in inputs)
         out, lse = _forward(ring, dict(zip(ring.roles, operands, strict=True)))
         out, lse = checkpoint_name(out, "fkl_out"), checkpoint_name(lse, "fkl_lse")
-        asked = _vjp.Static(tuple(x.perturbed for x in inputs))
+        asked = _vjp.as_residual([x.perturbed for x in inputs])
         return (out, lse), (operands, out, lse, asked)
 
     def bwd(saved: Any, cotangents: Any) -> tuple[Any, ...]:
         operands, out, lse, asked = saved
+        flags = _vjp.of_residual(asked, len(operands))
         dout, dlse = map(_vjp.instantiate, cotangents)
         wanted = [
             role
-            for role, x, a in zip(ring.roles, operands, asked.value, strict=True)
+            for role, x, a in zip(ring.roles, operands, flags, strict=True)
             if a and jnp.issubdtype(x.dtype, jnp.floating)
         ]
         named = dict(zip(ring.roles, operands, strict=True))

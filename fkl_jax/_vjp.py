@@ -7,7 +7,7 @@ that somebody asked for.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,13 +40,14 @@ def compiled_attention(
         out, lse = _partition.forward(spec, operands)
         # Both names must be saved for a remat policy to spare the forward kernel.
         out, lse = checkpoint_name(out, "fkl_out"), checkpoint_name(lse, "fkl_lse")
-        asked = Static(tuple(x.perturbed for x in inputs))
+        asked = as_residual([x.perturbed for x in inputs])
         return (out, lse), (operands, out, lse, asked)
 
     def bwd(saved: Any, cotangents: Any) -> tuple[Any, ...]:
         operands, out, lse, asked = saved
         dout, dlse = map(instantiate, cotangents)
-        return _gradients(spec, operands, out, lse, dout, dlse, asked.value)
+        flags = of_residual(asked, len(operands))
+        return _gradients(spec, operands, out, lse, dout, dlse, flags)
 
     attend.defvjp(fwd, bwd, symbolic_zeros=True)
 
@@ -72,19 +73,27 @@ def reference_attention(
 # --- private -------------------------------------------------------------------------
 
 
-@jax.tree_util.register_pytree_node_class
-class Static:
-    """A residual that is not an array."""
+# Which operands are differentiated is static and differs from one differentiation to the
+# next. JAX remembers one structure of the residuals for all of them, so a static node in
+# there may be that of another differentiation: the flags travel as the shape of an empty
+# array.
+_FLAGS_PER_AXIS = 16
 
-    def __init__(self, value: Any):
-        self.value = value
 
-    def tree_flatten(self) -> tuple[tuple[()], Any]:
-        return (), self.value
+def as_residual(flags: Sequence[bool]) -> jax.Array:
+    """Flags as a residual of a custom_vjp."""
+    sizes = [
+        sum(flag << k for k, flag in enumerate(flags[start : start + _FLAGS_PER_AXIS]))
+        for start in range(0, len(flags), _FLAGS_PER_AXIS)
+    ]
+    return jnp.zeros((0, *(size + 1 for size in sizes)), bool)
 
-    @classmethod
-    def tree_unflatten(cls, value: Any, _: Any) -> "Static":
-        return cls(value)
+
+def of_residual(residual: jax.Array, count: int) -> tuple[bool, ...]:
+    """The flags that `as_residual` was given."""
+    sizes = residual.shape[1:]
+    at = (divmod(k, _FLAGS_PER_AXIS) for k in range(count))
+    return tuple(bool(sizes[axis] - 1 >> bit & 1) for axis, bit in at)
 
 
 def _all(
