@@ -195,8 +195,8 @@ def _check_ids_compare_across_devices(ids: Any, name: str) -> None:
     dtype = getattr(ids, "dtype", np.dtype(np.int32))
     if dtype.itemsize >= 4 and dtype != np.int32:
         raise TypeError(
-            f"ring_attention: {name} has dtype {dtype}; ids are compared across devices "
-            "and must be int32 or narrower."
+            f"ring_attention: {name} has dtype {dtype}; ids are compared across "
+            "devices and must be int32 or narrower."
         )
 
 

@@ -73,9 +73,9 @@ def reference_attention(
 # --- private -------------------------------------------------------------------------
 
 
-# Which operands are differentiated is static and differs from one differentiation to the
-# next. JAX remembers one structure of the residuals for all of them, so a static node in
-# there may be that of another differentiation: the flags travel as the shape of an empty
+# Which operands are differentiated is static and differs from one differentiation to
+# the next. JAX remembers one structure of the residuals for all of them, so a static
+# node in there may be that of another one: the flags travel as the shape of an empty
 # array.
 _FLAGS_PER_AXIS = 16
 

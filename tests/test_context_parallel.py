@@ -678,6 +678,12 @@ def on_mesh(f, *arrays, num_devices=4):
             ValueError,
             "block_q of block_mask is 2; it must divide 3",
         ),
+        (
+            "ring",
+            dict.fromkeys(("q_segment_ids", "kv_segment_ids"), jnp.zeros(3, "uint32")),
+            TypeError,
+            "q_segment_ids has dtype uint32.*int32",
+        ),
         ("ulysses", {"sinks": jnp.zeros(1)}, ValueError, r"sinks.*must be \(4,\)"),
         (
             "ulysses",
