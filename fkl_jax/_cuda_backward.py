@@ -2,7 +2,8 @@
 and wgmma can take it, else of sm80.
 
 The main kernel owns a tile of keys and goes through the queries; dquery is added up by
-atomics, or, for deterministic calls, computed by a kernel of its own that owns queries.
+atomics. For deterministic calls, family sm90 adds in a fixed order, and sm80 computes
+dquery by a kernel of its own that owns queries.
 """
 
 import dataclasses
@@ -83,6 +84,8 @@ class KeysTileSm90:
         stages: tiles of Q and dO in flight.
         section_megabytes: what the queries of the heads that run together may take of
             the L2 cache.
+        section_heads: key/value heads that run together, 0: as many as have
+            `section_megabytes`.
     """
 
     q: int
@@ -90,9 +93,12 @@ class KeysTileSm90:
     shares_keys: bool = False
     dquery_stages: int = 2
     stages: int = 2
-    section_megabytes: int = 32
+    section_megabytes: int = 64
+    section_heads: int = 0
 
-    def shared_bytes(self, head_dim: int, value_head_dim: int) -> int:
+    def shared_bytes(
+        self, head_dim: int, value_head_dim: int, deterministic: bool
+    ) -> int:
         row = sum(-(-d // 64) * _SWIZZLE_BYTES for d in (head_dim, value_head_dim))
         tiles = (self.kv + self.stages * self.q) * row
         statistics = self.stages * self.q * _STATISTICS_BYTES
@@ -100,14 +106,14 @@ class KeysTileSm90:
         scores = 2 * self.q * self.kv * 2 * (2 if self.shares_keys else 1)
         dquery = 0 if self.shares_keys else 2 * self.dquery_stages * 64 * 64 * 4
         barriers = 8 * (2 + 4 * self.stages)
-        infos = 16 + 8 * (self.stages + 2 * self.dquery_stages)
+        infos = 16 + 8 * (self.stages + 2 * self.dquery_stages) + 32 * deterministic
         return tiles + scores + dquery + statistics + barriers + infos
 
     def accumulator_columns(self, head_dim: int) -> int:
         """What `DqueryOrderSm90` of backward_rows_sm90.cuh says."""
         if self.shares_keys:
             return head_dim
-        return 64 if self.q == 128 else 96 if head_dim <= 96 else 128
+        return 64 if head_dim <= 64 else 96 if head_dim <= 96 else 128
 
 
 _Tile = TypeVar("_Tile", KeysTile, QueriesTile)
@@ -154,8 +160,8 @@ _QUERIES_TILES = tuple(
 
 
 # By the wider of the two head dims. Measured on an H200 in front of other tiles.
-_KEYS_TILES_SM90 = (
-    (64, KeysTileSm90(q=128, kv=128, dquery_stages=1)),
+_KEYS_TILES_SM90: tuple[tuple[int, KeysTileSm90], ...] = (
+    (64, KeysTileSm90(q=128, kv=128, dquery_stages=1)),  # without programs and bias
     (128, KeysTileSm90(q=64, kv=128)),
     (256, KeysTileSm90(q=64, kv=64, shares_keys=True, dquery_stages=1)),
 )
@@ -170,8 +176,8 @@ def choose(key: TuneKey) -> Plan:
     Raises:
         NotImplementedError: the reason why the kernels cannot take it.
     """
-    if key.deterministic and (key.bias_gradient or key.capture_gradients):
-        what = "the bias" if key.bias_gradient else "captured arrays"
+    if key.deterministic and (key.bias_sums or key.capture_gradients):
+        what = "a broadcast bias" if key.bias_sums else "captured arrays"
         raise NotImplementedError(
             f"deterministic gradients of {what}: the kernels add them up by atomics"
         )
@@ -183,14 +189,29 @@ def _is_for_sm90(key: TuneKey) -> bool:
     return (
         key.arch == 90
         and _itemsize(key) == 2
-        and not key.deterministic
+        and not (key.deterministic and _sm90_tile(key).shares_keys)
         and min(key.head_dim, key.value_head_dim) >= _SM90_MIN_HEAD_DIM
     )
 
 
-def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
+def _sm90_tile(key: TuneKey) -> KeysTileSm90:
     wider = max(key.head_dim, key.value_head_dim)
-    tile = next(t for largest, t in _KEYS_TILES_SM90 if wider <= largest)
+    tiles = _KEYS_TILES_SM90
+    if key.has_score_program or key.has_bias:
+        tiles = tiles[1:]  # what these need spills beside the scores of 128 queries
+    tile = next(t for largest, t in tiles if wider <= largest)
+    if key.deterministic:
+        # Blocks of one head wait for each other: few of them run at the same time.
+        return dataclasses.replace(tile, section_heads=32)
+    if key.has_mask and key.group > 1:
+        # Blocks are few and of unlike length: long ones first, whatever the cache says
+        # (64/8 heads, 8192 keys, causal: 475 -> 524 TFLOP/s).
+        return dataclasses.replace(tile, section_heads=16)
+    return tile
+
+
+def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
+    tile = _sm90_tile(key)
     preprocess = Kernel(
         name="backward_preprocess",
         threads=_ROW_THREADS,
@@ -198,12 +219,14 @@ def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
         tile=tile.q,
         heads="q",
     )
-    kernels = (
+    kernels: tuple[Kernel, ...] = (
         preprocess,
         Kernel(
             name="backward_keys",
             threads=_SM90_THREADS,
-            shared_bytes=tile.shared_bytes(key.head_dim, key.value_head_dim),
+            shared_bytes=tile.shared_bytes(
+                key.head_dim, key.value_head_dim, key.deterministic
+            ),
             rows="kv",
             tile=tile.kv,
             heads="kv",
@@ -213,8 +236,18 @@ def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
             preprocess, name="backward_finish", shared_bytes=4 * _ROW_THREADS // 32
         ),
     )
-    # One word per query tile: some of its rows must not be read.
+    functions: tuple[str, ...] = (
+        "backward_preprocess_sm90",
+        "backward_keys_sm90",
+        "backward_finish_sm90",
+    )
+    # `TileScratch` of backward_rows_sm90.cuh.
     num_q_tiles = key.num_heads * -(-key.q_seq_len // tile.q)
+    scratch_words = num_q_tiles
+    if key.deterministic:
+        kernels += (_sum_dscale(),)
+        functions += ("backward_sum_dscale_sm90",)
+        scratch_words = 4 * num_q_tiles + 1
     boxes = {"query": tile.q, "key": tile.kv, "value": tile.kv, "dout": tile.q}
     return Plan(
         headers=("kernels/backward_keys_sm90.cuh",),
@@ -225,17 +258,14 @@ def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
             ("kDqueryStages", tile.dquery_stages),
             ("kSharesKeys", tile.shares_keys),
             ("kSectionMegabytes", tile.section_megabytes),
+            ("kSectionHeads", tile.section_heads),
         ),
-        functions=(
-            "backward_preprocess_sm90",
-            "backward_keys_sm90",
-            "backward_finish_sm90",
-        ),
+        functions=functions,
         launch=Launch(
             kernels=kernels,
             q_tile=tile.q,
             accumulator_head_dim=tile.accumulator_columns(key.head_dim),
-            scratch_bytes=4 * num_q_tiles,
+            scratch_bytes=4 * scratch_words,
             tensor_maps=tuple(
                 TensorMap(array=array, rows=rows, columns=64)
                 for array, rows in boxes.items()
@@ -305,15 +335,8 @@ def _sm80(key: TuneKey) -> Plan:
             tile=queries.q,
             heads="q",
         )
-        # One block adds up dscale of all blocks of the kernel before.
-        sum_dscale = Kernel(
-            name="backward_sum_dscale",
-            threads=_ROW_THREADS,
-            shared_bytes=row_shared_bytes,
-            per_outer=False,
-        )
         launch = Launch(
-            kernels=(preprocess, main, dquery, sum_dscale),
+            kernels=(preprocess, main, dquery, _sum_dscale()),
             q_tile=max(tile.q, queries.q),
             scratch_bytes=4 * key.num_heads * -(-key.q_seq_len // queries.q),
         )
@@ -322,6 +345,16 @@ def _sm80(key: TuneKey) -> Plan:
         config=tuple(config),
         functions=tuple(functions),
         launch=launch,
+    )
+
+
+def _sum_dscale() -> Kernel:
+    """One block adds up dscale of all blocks of the kernel before."""
+    return Kernel(
+        name="backward_sum_dscale",
+        threads=_ROW_THREADS,
+        shared_bytes=4 * _ROW_THREADS // 32,
+        per_outer=False,
     )
 
 

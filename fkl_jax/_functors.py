@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from . import _runs
 from ._program import BOOL, F32, I32, Node, Program
 
 HEAD, ROW, ELEMENT = range(3)
@@ -112,7 +111,7 @@ def functor(name: str, program: Program | None, results: Sequence[str]) -> list[
         return [f"using {name} = fkl::No{name};"]
     return [
         f'#line 1 "{program.kind} program"',
-        *Functor(name, program, results).lines(),
+        *_Functor(name, program, results).lines(),
     ]
 
 
@@ -126,7 +125,7 @@ class _Gradient:
     stage: int
 
 
-class Functor:
+class _Functor:
     """Prints one program as a struct (docs/cuda.md, section 2).
 
     Values that depend on the head or on the row only are members of `Head` and `Row`;
@@ -198,38 +197,10 @@ class Functor:
                 self._body([self.program.result]),
                 self._value(self.program.result, ELEMENT),
             )
-            run = _runs.QueryRun if self.is_backward else _runs.Run
-            lines += run(self).lines()
         if self.is_backward:
             lines += self._derivative()
             lines += self._flush()
         return [*lines, "};"]
-
-    # -- for runs of keys
-
-    def value(self, k: int) -> str:
-        """How code per score names a value."""
-        return self._value(k, ELEMENT)
-
-    def inverse(self, k: int) -> str | None:
-        """What a quotient multiplies its dividend with, if that is known early."""
-        divisor = self.nodes[k].args[1]
-        if self._divides_early(k):
-            return f"{_PLACE[self.stage[divisor]]}.r{divisor}"
-        inverse = _exact_enough_inverse(self.nodes[divisor])
-        return None if inverse is None else _literal(F32, inverse)
-
-    def statements(self, roots: Iterable[int]) -> list[str]:
-        """The statements per score that the roots need, in order."""
-        return self._body(roots)
-
-    def expression(self, k: int) -> str:
-        """The operation of a value per score."""
-        return self._expression(k, ELEMENT)
-
-    def c_type(self, k: int) -> str:
-        """The C++ type of a value."""
-        return _C_TYPE[self.nodes[k].type]
 
     # -- stages
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from fkl_jax import _config
 from fkl_jax._cuda_launch import Launch
 
 MAX_HEAD_DIM = 256
@@ -40,6 +39,8 @@ class TuneKey:
         merged_query: nothing but the query depends on which head of a group a row is
             of (`kMergedQuery` of Config).
         bias_gradient: backward adds to dbias.
+        bias_sums: elements of dbias are sums over an axis that the bias is broadcast
+            over.
         capture_gradients: backward adds to gradients of captured arrays.
         full_precision: float32 products at full accuracy, not TF32.
         deterministic: sums in a fixed order.
@@ -61,6 +62,7 @@ class TuneKey:
     has_bias: bool
     merged_query: bool = True
     bias_gradient: bool = False
+    bias_sums: bool = False
     capture_gradients: bool = False
     full_precision: bool = False
     deterministic: bool = False
@@ -141,6 +143,8 @@ def tune_key(
     batch = query.shape[query.ndim - 3 - spec.num_batch_dims : query.ndim - 3]
     num_heads = query.shape[-2]
     gpu = gpu or local_gpu()
+    scores = (*vmap, *batch, num_heads, query.shape[-3], key.shape[-3])
+    has_dbias = "bias" in (results or ())
     return TuneKey(
         direction="forward" if results is None else "backward",
         dtype=str(query.dtype),  # type: ignore[arg-type]
@@ -154,7 +158,8 @@ def tune_key(
         has_score_program=spec.score is not None,
         has_bias="bias" in operands,
         merged_query=merged_query,
-        bias_gradient="bias" in (results or ()),
+        bias_gradient=has_dbias,
+        bias_sums=has_dbias and operands["bias"].shape != scores,
         capture_gradients=any(r.startswith("capture.") for r in results or ()),
         full_precision=query.dtype == "float32" and spec.precision == "highest",
         deterministic=spec.deterministic and results is not None,
@@ -205,7 +210,6 @@ def first_that_fits(
 def local_gpu() -> Gpu:
     """Return the first GPU of this process, or ANY_GPU if there is none.
 
-    With `FKL_JAX_CUDA_FAMILY=sm80` a newer GPU counts as one that has that family only.
     For calls that are lowered for `cuda` only: JAX has started every backend that it is
     going to start by then, so this starts none.
     """
@@ -213,10 +217,7 @@ def local_gpu() -> Gpu:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:  # no such backend here: an export, or a CPU-only run
         return ANY_GPU
-    if not devices:
-        return ANY_GPU
-    gpu = _describe(devices[0])
-    return gpu if _config.cuda_family() is None else dataclasses.replace(gpu, arch=80)
+    return _describe(devices[0]) if devices else ANY_GPU
 
 
 # --- private -------------------------------------------------------------------------

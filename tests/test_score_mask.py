@@ -88,8 +88,7 @@ fkl::CommonParams Params(const Inputs& in) {
 }
 // Every lane must find the same tiles.
 template <class Mask, bool kTilesAreKeys>
-int Walk(const Inputs& in, int fixed, int begin, int end, bool descends, int* tiles,
-         int* states) {
+int Walk(const Inputs& in, int fixed, int begin, int end, int* tiles, int* states) {
   constexpr int kFixed = kTilesAreKeys ? %(q)d : %(kv)d;
   std::vector<int> found[32];
   on_cpu::RunWarp([&] {
@@ -97,7 +96,7 @@ int Walk(const Inputs& in, int fixed, int begin, int end, bool descends, int* ti
     const auto params = Params(in);
     mask.bind(params, fkl::outer_index(params, 0), 0);
     fkl::TileWalk<Mask, %(q)d, %(kv)d, kTilesAreKeys> walk(
-        mask, fixed * kFixed, fixed * kFixed + kFixed - 1, begin, end, descends);
+        mask, fixed * kFixed, fixed * kFixed + kFixed - 1, begin, end);
     int tile, state;
     auto& mine = found[threadIdx.x];
     while (walk.next(mask, &tile, &state)) mine.insert(mine.end(), {tile, state});
@@ -108,6 +107,35 @@ int Walk(const Inputs& in, int fixed, int begin, int end, bool descends, int* ti
   const int count = static_cast<int>(found[0].size()) / 2;
   for (int i = 0; i < count; ++i) {
     tiles[i] = found[0][2 * i], states[i] = found[0][2 * i + 1];
+  }
+  return count;
+}
+// From the last tile of queries to the first, and the tile of keys before `fixed` of
+// each.
+template <class Mask>
+int WalkBack(const Inputs& in, int fixed, int* tiles, int* before) {
+  constexpr int kFixed = %(kv)d;
+  std::vector<int> found[32];
+  on_cpu::RunWarp([&] {
+    Mask mask;
+    const auto params = Params(in);
+    mask.bind(params, fkl::outer_index(params, 0), 0);
+    fkl::TileWalk<Mask, %(q)d, %(kv)d, false, true> walk(
+        mask, fixed * kFixed, fixed * kFixed + kFixed - 1, 0, 4096);
+    int tile, state;
+    auto& mine = found[threadIdx.x];
+    while (walk.next(mask, &tile, &state)) {
+      const int first = tile * %(q)d;
+      mine.insert(mine.end(), {tile, fkl::previous_key_tile<Mask, kFixed>(
+                                         mask, first, first + %(q)d - 1, fixed)});
+    }
+  });
+  for (const auto& lane : found) {
+    if (lane != found[0]) return -1;
+  }
+  const int count = static_cast<int>(found[0].size()) / 2;
+  for (int i = 0; i < count; ++i) {
+    tiles[i] = found[0][2 * i], before[i] = found[0][2 * i + 1];
   }
   return count;
 }
@@ -135,10 +163,12 @@ struct {name}_Config {{
 }};
 using {name}_Mask = fkl::ScoreMask<{name}_Config, {program}>;
 extern "C" int {name}_walk(const Inputs* in, int keys, int fixed, int begin, int end,
-                           bool descends, int* tiles, int* states) {{
-  return keys ? Walk<{name}_Mask, true>(*in, fixed, begin, end, descends, tiles, states)
-              : Walk<{name}_Mask, false>(*in, fixed, begin, end, descends, tiles,
-                                         states);
+                           int* tiles, int* states) {{
+  return keys ? Walk<{name}_Mask, true>(*in, fixed, begin, end, tiles, states)
+              : Walk<{name}_Mask, false>(*in, fixed, begin, end, tiles, states);
+}}
+extern "C" int {name}_walk_back(const Inputs* in, int fixed, int* tiles, int* before) {{
+  return WalkBack<{name}_Mask>(*in, fixed, tiles, before);
 }}
 extern "C" void {name}_elements(const Inputs* in, int rows, int columns,
                                 unsigned char* live, int* states) {{
@@ -239,10 +269,8 @@ def test_elements_and_tiles_are_those_of_the_dense_mask(library, case, seed):
         )
         for fixed in range(num_fixed):
             begin, end = (0, num_tiles) if fixed % 2 else (1, num_tiles + 40)
-            got = _walk(library, case, inputs, keys, fixed, begin, end, False)
+            got = _walk(library, case, inputs, keys, fixed, begin, end)
             assert list(got) == sorted(got)
-            back = _walk(library, case, inputs, keys, fixed, begin, end, True)
-            assert list(back.items()) == list(got.items())[::-1]
             for k in range(begin, min(end, num_tiles)):
                 rows = slice(fixed * fixed_tile, (fixed + 1) * fixed_tile)
                 part = dense[rows, k * tile : (k + 1) * tile]
@@ -254,14 +282,34 @@ def test_elements_and_tiles_are_those_of_the_dense_mask(library, case, seed):
                     assert got.get(k) != 1 or not (part.all() and is_whole)
 
 
-def _walk(
-    library, case, inputs, keys, fixed, begin, end, descends=False
-) -> dict[int, int]:
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiles_are_found_from_the_last_one_and_know_their_predecessors(
+    library, case, seed
+):
+    inputs, _keep, live = _problem(case, seed)
+    last_added = {}
+    for fixed in range(-(-live.shape[1] // KV_TILE)):
+        forwards = _walk(library, case, inputs, False, fixed, 0, 4096)
+        backwards = _collect(
+            getattr(library, f"{case.name}_walk_back"), ctypes.byref(inputs), fixed
+        )
+        assert list(backwards) == list(forwards)[::-1]
+        for tile, before in backwards.items():
+            assert before == last_added.get(tile, -1)
+            last_added[tile] = fixed
+
+
+def _walk(library, case, inputs, keys, fixed, begin, end) -> dict[int, int]:
     """The tiles that are not dead, and their states."""
-    tiles, states = np.zeros(4096, np.int32), np.zeros(4096, np.int32)
-    out = on_cpu.pointer(tiles), on_cpu.pointer(states)
     walk = getattr(library, f"{case.name}_walk")
-    count = walk(ctypes.byref(inputs), int(keys), fixed, begin, end, descends, *out)
+    return _collect(walk, ctypes.byref(inputs), int(keys), fixed, begin, end)
+
+
+def _collect(walk, *args) -> dict[int, int]:
+    """Tiles in the order of the walk, and what it says of each."""
+    tiles, states = np.zeros(4096, np.int32), np.zeros(4096, np.int32)
+    count = walk(*args, on_cpu.pointer(tiles), on_cpu.pointer(states))
     assert count >= 0, "the lanes of a warp disagree"
     assert len(set(tiles[:count])) == count
     return dict(zip(tiles[:count].tolist(), states[:count].tolist(), strict=True))

@@ -154,7 +154,7 @@ def test_tma_is_for_aligned_rows_of_16_bits_on_9_0(dtype):
 
 
 @pytest.mark.parametrize("head_dim", [48, 64, 96, 128, 192, 256])
-def test_the_backward_takes_tma_too_but_not_for_sums_in_a_fixed_order(head_dim):
+def test_the_backward_takes_tma_too_and_deterministic_calls_up_to_128_columns(head_dim):
     gpu = dataclasses.asdict(cuda_calls.gpu("sm_90a"))
     key = dataclasses.replace(
         KEY,
@@ -174,7 +174,11 @@ def test_the_backward_takes_tma_too_but_not_for_sums_in_a_fixed_order(head_dim):
     assert plan.launch.accumulator_head_dim >= head_dim
     assert plan.unaligned is not None and not plan.unaligned.launch.tensor_maps
     fixed = choose_plan(dataclasses.replace(key, deterministic=True))
-    assert fixed.unaligned is None and "backward_queries_sm80" in fixed.functions
+    if head_dim <= 128:
+        assert fixed.functions == (*plan.functions, "backward_sum_dscale_sm90")
+        assert fixed.launch.scratch_bytes > plan.launch.scratch_bytes
+    else:
+        assert fixed.unaligned is None and "backward_queries_sm80" in fixed.functions
 
 
 def test_the_key_says_what_a_call_has():
@@ -220,19 +224,6 @@ def test_a_device_is_described_by_what_it_says():
     unknown = _tuning._describe(device(compute_capability="15.3", core_count=7))
     assert unknown.max_shared_bytes == ANY_GPU.max_shared_bytes
     assert _tuning._describe(device(compute_capability=None)) == ANY_GPU
-
-
-def test_a_family_can_be_asked_for(monkeypatch):
-    h100 = types.SimpleNamespace(compute_capability="9.0", core_count=132)
-    monkeypatch.setattr(jax, "local_devices", lambda backend: [h100])
-    assert _tuning.local_gpu().arch == 90
-    monkeypatch.setenv("FKL_JAX_CUDA_FAMILY", "sm80")
-    asked = _tuning.local_gpu()
-    assert asked.arch == 80
-    assert dataclasses.replace(asked, arch=90) == _tuning._describe(h100)
-    monkeypatch.setenv("FKL_JAX_CUDA_FAMILY", "sm81")
-    with pytest.raises(ValueError, match="FKL_JAX_CUDA_FAMILY is 'sm81'; it must be"):
-        _tuning.local_gpu()
 
 
 def test_without_a_gpu_the_plan_is_for_any():

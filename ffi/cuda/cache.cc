@@ -20,7 +20,7 @@ constexpr std::string_view kMagic = "fkl_jax cubin 1\n";
 constexpr size_t kChecksumDigits = 64;
 
 struct Counters {
-  std::atomic<int64_t> compiled{0}, disk_hits{0}, broken_entries{0}, failed_writes{0}, evicted{0};
+  std::atomic<int64_t> compiled{0}, disk_hits{0}, broken_entries{0}, failed_writes{0};
 };
 Counters& Global() {
   static Counters counters;
@@ -42,14 +42,12 @@ std::optional<std::string> CubinOf(std::string_view entry) {
 
 std::string LoadOrCompile(const std::string& key, const std::string& glue, const std::string& arch, bool aligned,
                           std::string_view origin) {
-  const Settings settings = GetSettings();
-  const bool is_kept = !settings.cache_dir.empty();
-  const std::string dir = settings.cache_dir + "/cuda", path = dir + "/" + key + ".cubin";
-  if (is_kept) {
+  const std::string dir = GetSettings().cache_dir;
+  const std::string path = dir + "/cuda/" + key + ".cubin";
+  if (!dir.empty()) {
     if (const std::optional<std::string> entry = ReadFile(path)) {
       if (std::optional<std::string> cubin = CubinOf(*entry)) {
         ++Global().disk_hits;
-        MarkUsed(path);
         return std::move(*cubin);
       }
       ++Global().broken_entries;
@@ -58,11 +56,7 @@ std::string LoadOrCompile(const std::string& key, const std::string& glue, const
   Compiled compiled = Compile(glue, arch, aligned, origin);
   ++Global().compiled;
   // A folder that cannot be written costs a compile per process, not a call.
-  if (is_kept && !ReplaceFile(path, EntryOf(compiled.cubin)).empty()) {
-    ++Global().failed_writes;
-  } else if (is_kept && settings.cache_bytes > 0) {
-    Global().evicted += KeepNewest(dir, settings.cache_bytes);
-  }
+  if (!dir.empty() && !ReplaceFile(path, EntryOf(compiled.cubin)).empty()) ++Global().failed_writes;
   return std::move(compiled.cubin);
 }
 
@@ -81,7 +75,7 @@ struct Turns {
 
 CacheCounts GetCacheCounts() {
   const Counters& counters = Global();
-  return {counters.compiled, counters.disk_hits, counters.broken_entries, counters.failed_writes, counters.evicted};
+  return {counters.compiled, counters.disk_hits, counters.broken_entries, counters.failed_writes};
 }
 
 std::string CacheKey(const std::string& glue, const std::string& arch, bool aligned) {

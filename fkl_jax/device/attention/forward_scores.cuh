@@ -25,9 +25,6 @@ struct ForwardScores {
   using Mask = ScoreMask<Config, MaskMod>;
   using BiasElement = typename Config::BiasElement;
   static constexpr bool kIsPlain = ScoreMod::kIsIdentity && !Config::kHasBias;
-  // Tiles need not go through `apply`: the program is part of the softmax's exponent. That made a soft cap 1.45 and
-  // ALiBi 1.3 times as fast (H200, 128 columns, causal).
-  static constexpr bool kHasExponent = !ScoreMod::kIsIdentity && !Config::kHasBias;
 
   Mask mask;
   float to_log2;  // factor of the softmax, positive
@@ -81,54 +78,6 @@ struct ForwardScores {
     } else {
       modify<kIsMixed>(acc_s, row_of, kv_first);
     }
-  }
-
-  // Whether later keys are expected to have larger scores; the first tile should have the largest, or there will be
-  // other maxima to look for.
-  FKL_DEVICE bool grows() const {
-    if constexpr (kHasExponent) return mod_.grows(mod_head_);
-    return false;
-  }
-
-  // With kHasExponent: the scores of two query rows of a lane and a run of keys, for StaleSoftmax. `acc_s` stays as it
-  // is.
-  template <bool kIsMixed, int kTiles>
-  struct Exponents {
-    const ForwardScores& scores;
-    const float (&acc_s)[kTiles][4];
-    unsigned zero;
-    RunGuard& guard;
-    typename ScoreMod::Row row[2];
-    typename ScoreMod::Run run[2];
-    typename Mask::Row mask[2];
-    int q[2], kv;
-
-    FKL_DEVICE float of(int tile, int i) const {
-      const int half = i / 2, j = 8 * tile + i % 2;
-      const float x = scores.mod_.exponent(scores.mod_head_, row[half], run[half], acc_s[tile][i],
-                                           wrapping_add(kv + j, scores.kv_offset_), j, guard);
-      return kIsMixed && !scores.mask.live(mask[half], q[half], kv + j) ? -infinity() : x;
-    }
-    FKL_DEVICE void follow(float p) {
-      run[0].follow(p, zero);
-      run[1].follow(p, zero);
-    }
-  };
-  template <bool kIsMixed, int kTiles, class RowOf>
-  FKL_DEVICE Exponents<kIsMixed, kTiles> exponents(const float (&acc_s)[kTiles][4], RowOf row_of, int kv_first,
-                                                   const float (&row_max_log2)[2], unsigned zero,
-                                                   RunGuard& guard) const {
-    Exponents<kIsMixed, kTiles> x{*this, acc_s, zero, guard};
-    x.kv = kv_first;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      x.q[half] = row_of(0, half);
-      if constexpr (kIsMixed) x.mask[half] = mask.bind_row(x.q[half]);
-      x.row[half] = mod_.bind_row(mod_head_, wrapping_add(x.q[half], q_offset_));
-      x.run[half] = mod_.bind_run(mod_head_, x.row[half], wrapping_add(kv_first, kv_offset_), 8 * kTiles - 7, factor_,
-                                  -row_max_log2[half], guard);
-    }
-    return x;
   }
 
  private:

@@ -220,42 +220,6 @@ FKL_DEVICE float tanh_f32(float x) {
   return ax < kSmall ? small : copysignf(large, x);
 }
 
-// ---- runs of keys (docs/cuda.md, section 2)
-
-// What the cheap form of a score program takes for granted. Looked at once per tile; if it does not hold, the tile is
-// done again by the program as it is written.
-struct RunGuard {
-  static constexpr unsigned kTripped = 0x40000000u;  // of a float: its magnitude is not below 2
-
-  unsigned bits = 0;
-
-  FKL_DEVICE void see(float x) { bits |= static_cast<unsigned>(__float_as_int(x)); }
-  // An index that is first + delta at the last key must not wrap on the way there.
-  FKL_DEVICE void see_run(int first, int delta) {
-    const int last = wrapping_add(first, delta);
-    bits |= (delta < 0 ? last > first : last < first) ? kTripped : 0u;
-  }
-  FKL_DEVICE bool is_tripped() const { return (bits & kTripped) != 0; }
-};
-
-// The same value, but not before `p` is known; `zero` is 0, which the compiler must not know.
-FKL_DEVICE float not_before(float p, unsigned zero, float x) {
-  return __int_as_float(__float_as_int(x) | (__float_as_int(p) & static_cast<int>(zero)));
-}
-
-// tanh(x / kTanhUnits) / kTanhLead, if |x| < 2: that is, for arguments up to kTanhReach; relative error 5e-7. x times
-// an even polynomial whose first coefficient is 1 (a second constant in one instruction would be a move). No
-// transcendental instruction: the exponential of the softmax keeps that unit busy.
-constexpr float kTanhReach = 0.7f, kTanhUnits = 2.0f / kTanhReach, kTanhLead = 1.0855838e-06f;
-FKL_DEVICE float tanh_small(float x) {
-  const float z = x * x;
-  float p = z + -3.2707678e-05f / kTanhLead;
-  p = fmaf(p, z, 6.9754891e-04f / kTanhLead);
-  p = fmaf(p, z, -1.4290329e-02f / kTanhLead);
-  p = fmaf(p, z, 3.4999990e-01f / kTanhLead);
-  return x * p;
-}
-
 // x minus the nearest multiple of pi / 2, and which one that is, modulo 4. The library's sine
 // inlines a loop over memory for large arguments, once per score; here those take double precision
 // (good to 2^50; beyond, 0 stands for what nobody knows).
@@ -360,7 +324,7 @@ enum TileState : int { kTileDead = 0, kTileMixed = 1, kTileLive = 2 };
 // what the lanes of kLaneMask (above) have for a row and zeroes it, flush_head what the warp has;
 // all lanes of a warp flush together. HeadGrads and RowGrads start as {}.
 struct NoScoreMod {
-  static constexpr bool kIsIdentity = true, kReadsRow = false, kHasQueryRun = false, kHasConstantSlope = true;
+  static constexpr bool kIsIdentity = true, kReadsRow = false;
   struct Head {};
   struct Row {};
   struct HeadGrads {};

@@ -203,21 +203,20 @@ struct ScoreMask {
   typename MaskMod::Head head_;
 };
 
-// Goes through the tiles of the other side that are not dead, ascending (or descending). Warp-uniform: all lanes of
+// Goes through the tiles of the other side that are not dead, ascending. Warp-uniform: all lanes of
 // a warp call it together, and every warp of a block finds the same. `kTilesAreKeys`: the fixed
 // tile is one of queries (fixed_first .. fixed_last inclusive) and it goes through tiles of keys,
 // else the other way round.
 //
 // 32 tiles are classified at once, one by each lane; a tile then costs a few instructions, whatever
-// the mask.
-template <class Mask, int kQTile, int kKvTile, bool kTilesAreKeys>
+// the mask. `kDescending`: the last tile comes first; tile_begin must be 0.
+template <class Mask, int kQTile, int kKvTile, bool kTilesAreKeys, bool kDescending = false>
 struct TileWalk {
   static constexpr int kTile = kTilesAreKeys ? kKvTile : kQTile;
 
   FKL_DEVICE TileWalk(const Mask& mask, int fixed_first, int fixed_last, int tile_begin,
-                      int tile_end, bool descends = false)
-      : descends_(descends),
-        fixed_first_(fixed_first),
+                      int tile_end)
+      : fixed_first_(fixed_first),
         fixed_last_(fixed_last),
         next_(tile_begin),
         end_(tile_end),
@@ -238,7 +237,7 @@ struct TileWalk {
   FKL_DEVICE bool next(const Mask& mask, int* tile, int* state) {
     if constexpr (Mask::kIsBoundsOnly) {
       if (next_ >= end_) return false;
-      *tile = descends_ ? --end_ : next_++;
+      *tile = tile_of(next_++);
       *state = classify(mask, *tile);
       return true;
     } else {
@@ -246,27 +245,27 @@ struct TileWalk {
         if (next_ >= end_) return false;
         classify_group(mask);
       }
-      const int present = static_cast<int>(present_);
-      const int lane = descends_ ? 31 - __clz(present) : __ffs(present) - 1;
-      *tile = (descends_ ? end_ : next_ - 32) + lane;
+      const int lane = __ffs(static_cast<int>(present_)) - 1;
+      *tile = tile_of(next_ - 32 + lane);
       *state = (mixed_ >> lane) & 1u ? kTileMixed : kTileLive;
-      present_ ^= 1u << lane;
+      present_ &= present_ - 1u;
       return true;
     }
   }
 
  private:
+  FKL_DEVICE int tile_of(int step) const { return kDescending ? end_ - 1 - step : step; }
+
   FKL_DEVICE int classify(const Mask& mask, int tile) const {
     const int first = tile * kTile, last = first + kTile - 1;
     return kTilesAreKeys ? mask.classify_without_ids(fixed_first_, fixed_last_, first, last)
                          : mask.classify_without_ids(first, last, fixed_first_, fixed_last_);
   }
 
-  // Tiles next_ .. next_ + 31, or end_ - 32 .. end_ - 1.
+  // Steps next_ .. next_ + 31.
   FKL_DEVICE void classify_group(const Mask& mask) {
-    const int first_tile = descends_ ? end_ - 32 : next_;
-    const int tile = first_tile + (static_cast<int>(threadIdx.x) & 31);
-    const int state = next_ <= tile && tile < end_ ? classify(mask, tile) : kTileDead;
+    const int step = next_ + (static_cast<int>(threadIdx.x) & 31);
+    const int state = step < end_ ? classify(mask, tile_of(step)) : kTileDead;
     present_ = __ballot_sync(0xffffffffu, state != kTileDead);
     mixed_ = __ballot_sync(0xffffffffu, state == kTileMixed);
     if constexpr (Mask::Config::kHasSegmentIds) {
@@ -275,22 +274,51 @@ struct TileWalk {
       // The warp together looks at the ids of one tile after the other: its reads are contiguous.
       for (unsigned rest = present_; rest != 0; rest &= rest - 1u) {
         const unsigned bit = rest & (0u - rest);
-        const int first = (first_tile + __ffs(static_cast<int>(rest)) - 1) * kTile;
+        const int first = tile_of(next_ + __ffs(static_cast<int>(rest)) - 1) * kTile;
         const int by_ids =
             fixed_ids_.classify(warp_id_range(ids, first, min_i32(first + kTile, size) - 1));
         if (by_ids == kTileDead) present_ &= ~bit;
         if (by_ids != kTileLive) mixed_ |= bit;
       }
     }
-    (descends_ ? end_ : next_) += descends_ ? -32 : 32;
+    next_ += 32;
   }
 
-  bool descends_;
   int fixed_first_, fixed_last_;
   int next_, end_;
-  unsigned present_, mixed_;  // of tiles next_ - 32 .. next_ - 1, or end_ .. end_ + 31
+  unsigned present_, mixed_;  // of steps next_ - 32 .. next_ - 1
   IdRange fixed_ids_;
 };
+
+// The tile of keys before `tile` that is not dead for queries q_first .. q_last, or -1.
+// Warp-uniform, and of one mind with every TileWalk.
+template <class Mask, int kKvTile>
+FKL_DEVICE int previous_key_tile(const Mask& mask, int q_first, int q_last, int tile) {
+  if constexpr (Mask::kIsBoundsOnly) {
+    return tile - 1;
+  } else {
+    for (int end = tile; end > 0; end -= 32) {
+      const int candidate = end - 1 - (static_cast<int>(threadIdx.x) & 31);
+      const int first = candidate * kKvTile;
+      const int state =
+          candidate < 0 ? kTileDead
+                        : mask.classify_without_ids(q_first, q_last, first, first + kKvTile - 1);
+      unsigned present = __ballot_sync(0xffffffffu, state != kTileDead);
+      if constexpr (Mask::Config::kHasSegmentIds) {
+        const IdRange q_ids =
+            warp_id_range(mask.q_segment_ids(), q_first, min_i32(q_last, mask.q_end() - 1));
+        for (; present != 0; present &= present - 1u) {
+          const int kv_first = (end - __ffs(static_cast<int>(present))) * kKvTile;
+          const int kv_last = min_i32(kv_first + kKvTile, mask.kv_end()) - 1;
+          if (q_ids.classify(warp_id_range(mask.kv_segment_ids(), kv_first, kv_last)) != kTileDead)
+            break;
+        }
+      }
+      if (present != 0) return end - __ffs(static_cast<int>(present));
+    }
+    return -1;
+  }
+}
 
 }  // namespace fkl
 

@@ -29,45 +29,27 @@ struct StaleSoftmax {
     row_sum[0] = row_sum[1] = 0.0f;
   }
 
-  // Scores in units of log2, less the rows' maxima.
-  template <int kTiles>
-  struct Exponents {
-    const float (&acc_s)[kTiles][4];
-    float to_log2, shift[2];
-
-    FKL_DEVICE float of(int tile, int i) const { return fmaf(acc_s[tile][i], to_log2, shift[i / 2]); }
-    FKL_DEVICE void follow(float) {}
-  };
-
   // P with the maximum so far, packed as the left operand of a matrix product, and what row_sum becomes. False: do not
-  // use either, call `update`. `exponents`: as the struct above; `follow` gets a P of a few columns before, so that long
-  // computations do not all run first, and spill, but under the exponentials of the columns before.
-  template <int kTiles, class Fragment, class ExponentsOf>
-  FKL_DEVICE bool try_exponentiate(Fragment (&probs)[kTiles / 2], float (&total)[2], ExponentsOf exponents) const {
-    constexpr int kAhead = 3;
-    float sum[2] = {0.0f, 0.0f}, last[kTiles];
+  // use either, call `update`.
+  template <int kTiles, class Fragment>
+  FKL_DEVICE bool try_exponentiate(Fragment (&probs)[kTiles / 2], float (&total)[2], const float (&acc_s)[kTiles][4],
+                                   float to_log2) const {
+    const float shift[2] = {-row_max_log2[0], -row_max_log2[1]};
+    float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      if (tile >= kAhead) exponents.follow(last[tile - kAhead]);
       float p[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        p[i] = exp2_approx(exponents.of(tile, i));
+        p[i] = exp2_approx(fmaf(acc_s[tile][i], to_log2, shift[i / 2]));
         sum[i / 2] += p[i];
       }
-      last[tile] = p[3];
       probs[tile / 2].reg[tile % 2 * 2] = Conversion<Element>::pack(p[0], p[1]);
       probs[tile / 2].reg[tile % 2 * 2 + 1] = Conversion<Element>::pack(p[2], p[3]);
     }
     total[0] = row_sum[0] + sum[0];
     total[1] = row_sum[1] + sum[1];
     return sum[0] <= kMaxSum && sum[1] <= kMaxSum;
-  }
-  template <int kTiles, class Fragment>
-  FKL_DEVICE bool try_exponentiate(Fragment (&probs)[kTiles / 2], float (&total)[2], const float (&acc_s)[kTiles][4],
-                                   float to_log2) const {
-    return try_exponentiate<kTiles>(probs, total,
-                                    Exponents<kTiles>{acc_s, to_log2, {-row_max_log2[0], -row_max_log2[1]}});
   }
 
   // Finds the maximum first. `factor`: what the accumulated values must be multiplied with.

@@ -84,6 +84,8 @@ template <int kPending>
 FKL_DEVICE void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
+// Between ordinary accesses to global memory that order blocks and asynchronous ones.
+FKL_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 FKL_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- Warps ---------------------------------------------------------------------------------------------------------

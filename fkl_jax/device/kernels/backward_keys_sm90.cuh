@@ -15,6 +15,9 @@
 // (kSharesKeys), each warpgroup computes the scores of half of the queries and owns half of the columns; then P goes
 // through shared memory too, and dQ is added from registers, for there is no room to stage it.
 //
+// Deterministic calls add to a tile of dQ in the order of the keys: whoever adds waits for its turn, a word per tile
+// and warpgroup that says which tile of keys came last.
+//
 // Starting the accumulators from the statistics bought 3 to 6 %, the second buffer of dQ 4 to 8 % (H200, 128 columns).
 #ifndef FKL_DEVICE_KERNELS_BACKWARD_KEYS_SM90_CUH_
 #define FKL_DEVICE_KERNELS_BACKWARD_KEYS_SM90_CUH_
@@ -51,10 +54,8 @@ struct BackwardKeysSm90Shape {
   static constexpr int kScoreColumns = kSharesKeys ? kQTile / 2 : kQTile;  // queries of a warpgroup's scores
   // Columns of a warpgroup's dK and dV, in steps that wgmma wrappers exist for. Those beyond the head are computed from
   // whatever follows in shared memory and not stored.
-  static constexpr int kWidthK = !kSharesKeys              ? key_gradient_width(Config::kHeadDim, kQTile)
-                                 : Config::kHeadDim <= 128 ? 64
-                                                           : 128;
-  static constexpr int kWidthV = !kSharesKeys                   ? value_gradient_width(Config::kValueHeadDim)
+  static constexpr int kWidthK = !kSharesKeys ? gradient_width(Config::kHeadDim) : Config::kHeadDim <= 128 ? 64 : 128;
+  static constexpr int kWidthV = !kSharesKeys                   ? gradient_width(Config::kValueHeadDim)
                                  : Config::kValueHeadDim <= 128 ? 64
                                                                 : 128;
   static_assert(kKvTile == (kSharesKeys ? 64 : 128), "64 keys per warpgroup or 64 for both");
@@ -66,7 +67,9 @@ struct BackwardKeysSm90Shape {
   using QueryTile = ChunkedTile<kQTile, Config::kHeadDim>;
   using DoutTile = ChunkedTile<kQTile, Config::kValueHeadDim>;
   using ScoreTile = ChunkedTile<kQTile, kKvTile>;
-  // Rows of the accumulator tile that a warpgroup adds, as a part of contiguous floats.
+  // dQ on its way to global memory: parts of 64 rows and at most 64 columns, one of a warpgroup. Of 64 x 64 there is
+  // one.
+  static constexpr int kNumDqueryParts = kSharesKeys ? 0 : kQTile == 64 && kWidthK == 64 ? 1 : 2;
   static constexpr int kDqueryBytes = kSharesKeys ? 0 : 64 * 64 * 4;
 
   // Byte offsets in shared memory.
@@ -83,7 +86,12 @@ struct BackwardKeysSm90Shape {
   static constexpr int kBlock = kBarriers + 8 * (2 + 4 * kStages);
   static constexpr int kQueryInfo = kBlock + 16;
   static constexpr int kDqueryInfo = kQueryInfo + 8 * kStages;
-  static constexpr int kSharedBytes = kDqueryInfo + 8 * 2 * kDqueryStages;
+  // Deterministic calls: what the turn of a dQ must be, of more tiles than can be between the warp that loads and those
+  // that add.
+  static constexpr int kNumTurns = Config::kDeterministic ? 8 : 0;
+  static_assert(kNumTurns == 0 || kNumTurns > kStages + 2 * kDqueryStages, "turns are overwritten");
+  static constexpr int kTurns = kDqueryInfo + 8 * 2 * kDqueryStages;
+  static constexpr int kSharedBytes = kTurns + 4 * kNumTurns;
 };
 
 template <class Config>
@@ -106,9 +114,11 @@ struct BackwardKeysSm90 {
   static constexpr int kTiles = Shape::kScoreColumns / 8;  // of a warpgroup's scores: four per thread
   // Rows that attend to nothing exist, and what is in them may be anything.
   static constexpr bool kHasDeadRows = !Mask::kIsTrivial || !kIsPlain;
-  // What finds the tiles needs registers of its own, unless it only looks at the ends.
-  static constexpr int kConsumerRegisters = Mask::kIsBoundsOnly ? 240 : 232;
-  static constexpr int kOtherRegisters = Mask::kIsBoundsOnly ? 24 : 40;
+  // Blocks with neighbouring keys start together and add to dQ in turns: under a causal mask they all come to a tile at
+  // the same time if they begin with the last one.
+  static constexpr bool kDescends = Config::kDeterministic;
+  // What finds the tiles may run out of registers, for it has time; those who compute may not.
+  static constexpr int kConsumerRegisters = 240, kOtherRegisters = 24;
 
   enum Map { kQueryMap, kKeyMap, kValueMap, kDoutMap };                // in the order of the plan's tensor_maps
   enum NamedBarrier { kBoth = 1, kDqueryFull = 2, kDqueryEmpty = 6 };  // + warpgroup + 2 * stage
@@ -132,6 +142,7 @@ struct BackwardKeysSm90 {
   // Two words: tile and state, member of the group.
   FKL_DEVICE uint32_t query_info(int stage) const { return shared + Shape::kQueryInfo + 8 * stage; }
   FKL_DEVICE uint32_t dquery_info(int slot) const { return shared + Shape::kDqueryInfo + 8 * slot; }
+  FKL_DEVICE uint32_t turn(int step) const { return shared + Shape::kTurns + 4 * (step % Shape::kNumTurns); }
 
   struct Ring {
     int stage = 0;
@@ -145,11 +156,15 @@ struct BackwardKeysSm90 {
   };
 
   // What the block owns: found once, read again wherever it is needed.
-  FKL_DEVICE void find_block(const CommonParams& common) const {
+  FKL_DEVICE void find_block(const BackwardParams& params) const {
+    const CommonParams& common = params.common;
     constexpr int kBytesPerRow = Config::kHeadDim * static_cast<int>(sizeof(Element) + 4) +
                                  Config::kValueHeadDim * static_cast<int>(sizeof(Element));
-    const KeyBlock block =
-        KeyBlock::of(common, blockIdx.x, ceil_div(common.kv_seq_len, kKvTile), kBytesPerRow, Config::kSectionMegabytes);
+    unsigned index = blockIdx.x;
+    // Blocks wait for those with earlier keys, which therefore must have started: blocks take numbers as they start.
+    if constexpr (Config::kDeterministic) index = atomicAdd(TileScratch<Config>{params}.ticket(), 1);
+    const KeyBlock block = KeyBlock::of(common, index, ceil_div(common.kv_seq_len, kKvTile), kBytesPerRow,
+                                        Config::kSectionMegabytes, Config::kSectionHeads);
     store_shared_16(shared + Shape::kBlock,
                     Chunk16{{static_cast<uint32_t>(block.tile), static_cast<uint32_t>(block.kv_head),
                              static_cast<uint32_t>(block.outer), 0}});
@@ -198,28 +213,37 @@ struct BackwardKeysSm90 {
     // At once, unless that would load keys that are padding.
     bool has_keys = !Config::kHasKvLengths;
     if (has_keys && elect_one()) load_keys();
+    const TileScratch<Config> scratch{params};
     Ring ring;
+    int step = 0;
     for (int member = 0; member < group; ++member) {
       const int q_head = block.kv_head * group + member;
       Mask mask;
       mask.bind(common, outer, q_head);
-      TileWalk<Mask, kQTile, kKvTile, false> walk(mask, kv_first, kv_first + kKvTile - 1, 0,
-                                                  ceil_div(common.q_seq_len, kQTile));
+      TileWalk<Mask, kQTile, kKvTile, false, kDescends> walk(mask, kv_first, kv_first + kKvTile - 1, 0,
+                                                             ceil_div(common.q_seq_len, kQTile));
       int tile, state;
       while (walk.next(mask, &tile, &state)) {
         const int s = ring.stage;
-        int info = tile * kTileUnit + (state == kTileMixed ? kIsMixed : 0);
-        if (kHasDeadRows && *marked_tile(params, block.outer, q_head, tile, kQTile) != 0) info += kHasMarkedRows;
+        int is_marked = 0;
+        if constexpr (kHasDeadRows) is_marked = *scratch.mark(block.outer, q_head, tile);
+        int before = 0;
+        if constexpr (Config::kDeterministic)
+          before = previous_key_tile<Mask, kKvTile>(mask, tile * kQTile, tile * kQTile + kQTile - 1, block.tile);
         mbarrier_wait(query_empty(s), ring.parity ^ 1);
         if (elect_one()) {
           if (!has_keys) load_keys();
-          store_shared_8(query_info(s), static_cast<uint32_t>(info), static_cast<uint32_t>(member));
-          mbarrier_arrive_expect_bytes(query_full(s), QueryTile::kBytes + Shape::kStatisticsBytes);
           load_tile<QueryTile>(query(s), params.maps.map[kQueryMap], query_full(s), tile * kQTile, q_head,
                                map_outer(params.maps, kQueryMap, outer));
           const long long row = padded_row(params, block.outer, q_head) + tile * kQTile;
           bulk_load(statistics(s), params.lse_log2 + row, 4 * kQTile, query_full(s));
           bulk_load(statistics(s) + 4 * kQTile, params.delta + row, 4 * kQTile, query_full(s));
+          // Last, so that nothing waits for `is_marked`; a phase may get its bytes before they are announced.
+          const int info =
+              tile * kTileUnit + (state == kTileMixed ? kIsMixed : 0) + (is_marked != 0 ? kHasMarkedRows : 0);
+          store_shared_8(query_info(s), static_cast<uint32_t>(info), static_cast<uint32_t>(member));
+          if constexpr (Config::kDeterministic) store_shared_u32(turn(step), static_cast<uint32_t>(before + 1));
+          mbarrier_arrive_expect_bytes(query_full(s), QueryTile::kBytes + Shape::kStatisticsBytes);
         }
         mbarrier_wait(dout_empty(s), ring.parity ^ 1);
         if (elect_one()) {
@@ -229,6 +253,7 @@ struct BackwardKeysSm90 {
         }
         has_keys = true;
         ring.advance();
+        ++step;
       }
     }
     mbarrier_wait(query_empty(ring.stage), ring.parity ^ 1);
@@ -245,15 +270,25 @@ struct BackwardKeysSm90 {
     const int group = params.common.num_q_heads / params.common.num_kv_heads;
     constexpr int kFirst = kQTile == 128 ? kWidthK : min_int(kWidthK, 64);  // columns of a part of 64 rows
     constexpr int kSecond = kQTile == 128 ? kWidthK : kWidthK - kFirst;
-    int stage = 0;
+    const TileScratch<Config> scratch{params};
+    int stage = 0, step = 0;
     while (true) {
       const int slot = 2 * stage + warpgroup;
       named_barrier_sync(kDqueryFull + slot, 160);
       const Chunk8 info = load_shared_8(dquery_info(slot));
       const int tile = static_cast<int>(info.word[0]);
       if (tile == kEnd) break;
+      const int head = block.kv_head * group + static_cast<int>(info.word[1]);
+      int* turn_of_part = nullptr;
       if (elect_one()) {
-        const long long row = padded_row(params, block.outer, block.kv_head * group + static_cast<int>(info.word[1]));
+        if constexpr (Config::kDeterministic) {
+          turn_of_part = scratch.turn(block.outer, head, tile, warpgroup);
+          const int my_turn = static_cast<int>(load_shared_u32(turn(step)));
+          while (load_acquire(turn_of_part) != my_turn) {
+          }
+          fence_proxy_async_global();
+        }
+        const long long row = padded_row(params, block.outer, head);
         float* part = params.dquery_accumulator + (row + tile * kQTile) * kWidthK + warpgroup * 64 * kFirst;
         bulk_reduce_add(part, dquery(slot), 256 * (warpgroup == 0 ? kFirst : kSecond));
         bulk_commit();
@@ -261,6 +296,15 @@ struct BackwardKeysSm90 {
       }
       __syncwarp();
       named_barrier_arrive(kDqueryEmpty + slot, 160);
+      if constexpr (Config::kDeterministic) {
+        if (turn_of_part != nullptr) {
+          bulk_wait<0>();
+          fence_proxy_async_global();
+          store_release(turn_of_part, block.tile + 1);
+        }
+        __syncwarp();
+      }
+      ++step;
       if (++stage == Shape::kDqueryStages) stage = 0;
     }
     bulk_wait<0>();  // of every lane: whichever was elected
@@ -343,12 +387,15 @@ struct BackwardKeysSm90 {
       stmatrix_x4_trans(address + 2048 * k, packed[k][0], packed[k][1], packed[k][2], packed[k][3]);
   }
 
-  // S^T to P^T in mixed tiles; dead elements are selected away, and remembered.
-  static FKL_DEVICE void mixed_probs(const Mask& mask, float (&s)[kTiles][4],
-                                     unsigned (&live)[ceil_div(4 * kTiles, 32)], float factor, int q, int kv,
+  // S^T to P^T in mixed tiles. Dead elements are selected away and become -0, which no live one is: exp2 has no sign.
+  static FKL_DEVICE void mixed_probs(const Mask& mask, float (&s)[kTiles][4], float factor, int q, int kv,
                                      unsigned poisoned) {
+    if (poisoned != 0) {
 #pragma unroll
-    for (int i = 0; i < ceil_div(4 * kTiles, 32); ++i) live[i] = 0;
+      for (int i = 0; i < 4 * kTiles; ++i) {
+        if ((poisoned >> (8 * (i % 4 / 2))) & 1u) s[i / 4][i % 4] = not_a_number();
+      }
+    }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -357,15 +404,13 @@ struct BackwardKeysSm90 {
         const auto row = mask.bind_row(row_q);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int i = 2 * half + column;
-          const bool is_live = mask.live(row, row_q, kv + 8 * half);
-          const float p = (poisoned >> (8 * half)) & 1u ? not_a_number() : exp2_approx(s[tile][i] * factor);
-          s[tile][i] = is_live ? p : 0.0f;
-          live[tile / 8] |= is_live ? 1u << (4 * tile + i) % 32 : 0u;
+          float& p = s[tile][2 * half + column];
+          p = mask.live(row, row_q, kv + 8 * half) ? exp2_approx(p * factor) : -0.0f;
         }
       }
     }
   }
+  static FKL_DEVICE bool is_dead(float p) { return __float_as_uint(p) == 0x80000000u; }
 
   // With a program or a bias: S^T and dP^T - delta to P^T and dS^T.
   template <bool kMixed>
@@ -391,52 +436,6 @@ struct BackwardKeysSm90 {
       }
     }
     head.flush_dbias(kv, lane, dbias_sum);
-  }
-
-  // The same for a live tile by the program's cheap form, if that does. A derivative that is the same for all scores of
-  // a key leaves S^T for P^T and is returned in `slope`, so that dP^T may still be under way; else dS^T is made as
-  // well.
-  template <class Runs>
-  static FKL_DEVICE bool cheap_form_does(const Runs& runs, RunGuard guard, const float (&s)[kTiles][4]) {
-#pragma unroll
-    for (int i = 0; i < 4 * kTiles; ++i) runs.look(i % 4 / 2, s[i / 4][i % 4], i / 4 * 8 + i % 2, guard);
-    return !__any_sync(0xffffffffu, guard.is_tripped());
-  }
-  template <class Runs>
-  static FKL_DEVICE void cheap_probs(const Runs& runs, float (&s)[kTiles][4], float (&slope)[2], uint32_t lse_log2) {
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const Chunk8 lse = load_shared_8(lse_log2 + 32 * tile);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s[tile][i] = runs.prob(i / 2, s[tile][i], 8 * tile + i % 2, __uint_as_float(lse.word[i % 2]), &slope[i / 2]);
-    }
-  }
-  template <class Runs>
-  static FKL_DEVICE void cheap_gradients(Runs& runs, const float (&s)[kTiles][4], const float (&dp)[kTiles][4],
-                                         uint32_t (&probs)[kTiles / 2][4], uint32_t (&dscores)[kTiles / 2][4],
-                                         uint32_t lse_log2, unsigned zero) {
-    constexpr int kAhead = 3;
-    runs.follow(s[0][0], zero);  // or the compiler keeps what it looked at in registers
-    float last[kTiles];
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      if (tile >= kAhead) runs.follow(last[tile - kAhead], zero);
-      const Chunk8 lse = load_shared_8(lse_log2 + 32 * tile);
-      float p[4], ds[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float slope;
-        p[i] = runs.prob(i / 2, s[tile][i], 8 * tile + i % 2, __uint_as_float(lse.word[i % 2]), &slope);
-        ds[i] = p[i] * slope * dp[tile][i];
-      }
-      last[tile] = p[3];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        probs[tile / 2][tile % 2 * 2 + half] = Conversion<Element>::pack(p[2 * half], p[2 * half + 1]);
-        dscores[tile / 2][tile % 2 * 2 + half] = Conversion<Element>::pack(ds[2 * half], ds[2 * half + 1]);
-      }
-    }
   }
 
   // Rows that are marked (backward_rows_sm90.cuh) become 0, in both tiles; all consumer warps come.
@@ -485,14 +484,10 @@ struct BackwardKeysSm90 {
   FKL_DEVICE void stage_dquery(const float (&dq)[kAccTiles][4], int slot, int warp, int lane) const {
     const uint32_t address = dquery(slot) + 4 * (warp * (kAccTiles / 2) * DqueryBlock::kFloats + 4 * lane);
 #pragma unroll
-    for (int pair = 0; pair < kAccTiles / 2; ++pair) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float (&left)[4] = dq[2 * pair], (&right)[4] = dq[2 * pair + 1];
-        store_shared_16(address + 4 * (DqueryBlock::kFloats * pair + 128 * half),
-                        Chunk16{{__float_as_uint(left[2 * half]), __float_as_uint(left[2 * half + 1]),
-                                 __float_as_uint(right[2 * half]), __float_as_uint(right[2 * half + 1])}});
-      }
+    for (int tile = 0; tile < kAccTiles; ++tile) {
+      store_shared_16(address + 4 * DqueryBlock::kFloats / 2 * tile,
+                      Chunk16{{__float_as_uint(dq[tile][0]), __float_as_uint(dq[tile][1]), __float_as_uint(dq[tile][2]),
+                               __float_as_uint(dq[tile][3])}});
     }
   }
 
@@ -550,31 +545,32 @@ struct BackwardKeysSm90 {
     wgmma_touch(acc_dk);  // or ptxas sees zeros written while a wgmma runs and serialises all of them
     wgmma_touch(acc_dv);
     Head head;
-    QueryRunHead<ScoreMod> cheap_head;
     int bound_member = -1;
     bool is_poisoned_tile = false;
     unsigned poisoned = 0;
-    Ring ring;
-    int score_stage = 0, dquery_stage = 0, step = 0;
+    // Stages and parities follow from the number of tiles so far: one register.
+    constexpr unsigned kDqueryStages = Shape::kDqueryStages;
+    unsigned step = 0;
+    const auto receive_keys = [&] {
+      mbarrier_wait(key_full(), 0);
+      mbarrier_wait(value_full(), 0);
+      if constexpr (!Mask::kIsTrivial) poisoned = clear_poisoned_keys(key_row, lane, &is_poisoned_tile) >> (lane / 4);
+    };
+    if (!Config::kHasKvLengths) receive_keys();
 
 #pragma unroll 1
     while (true) {
-      const int stage = ring.stage;
-      mbarrier_wait(query_full(stage), ring.parity);
+      const int stage = static_cast<int>(step % kStages);
+      const uint32_t parity = step / kStages % 2;
+      mbarrier_wait(query_full(stage), parity);
       const Chunk8 info = load_shared_8(query_info(stage));
       const int tile_info = static_cast<int>(info.word[0]), member = static_cast<int>(info.word[1]);
       if (tile_info == kEnd) break;
       const int tile = tile_info / kTileUnit;
-      if (step == 0) {
-        mbarrier_wait(key_full(), 0);
-        mbarrier_wait(value_full(), 0);
-        if constexpr (!Mask::kIsTrivial) {
-          poisoned = clear_poisoned_keys(key_row, lane, &is_poisoned_tile) >> (lane / 4);
-        }
-      }
+      if (Config::kHasKvLengths && step == 0) receive_keys();
       if constexpr (kHasDeadRows) {
         if (tile_info & kHasMarkedRows) {
-          mbarrier_wait(dout_full(stage), ring.parity);
+          mbarrier_wait(dout_full(stage), parity);
           clear_marked_rows(stage, 4 * warpgroup + warp, lane);
         }
       }
@@ -586,21 +582,19 @@ struct BackwardKeysSm90 {
       wgmma_touch(dp);
       multiply_scores<KeyTile, QueryTile>(s, shared + (kSharesKeys ? 0 : warpgroup * 8192),
                                           query(stage) + split_q * 128);
-      mbarrier_wait(dout_full(stage), ring.parity);
+      mbarrier_wait(dout_full(stage), parity);
       multiply_scores<ValueTile, DoutTile>(dp, shared + Shape::kValue + (kSharesKeys ? 0 : warpgroup * 8192),
                                            dout(stage) + split_q * 128);
       const bool is_mixed = (tile_info & kIsMixed) != 0 || is_poisoned_tile;
       const int lane_q = tile * kQTile + split_q + 2 * (lane % 4);
-      uint32_t probs[kTiles / 2][4], dscores[kTiles / 2][4];
       if constexpr (kIsPlain) {
         wgmma_wait<1>();
         wgmma_touch(s);
-        unsigned live[ceil_div(4 * kTiles, 32)];
         if (is_mixed) {
           const KeyBlock block = this_block();
           Mask mask;
           mask.bind(common, outer_index(common, block.outer), block.kv_head * group + member);
-          mixed_probs(mask, s, live, factor, lane_q, lane_kv, poisoned);
+          mixed_probs(mask, s, factor, lane_q, lane_kv, poisoned);
         } else {
 #pragma unroll
           for (int i = 0; i < 4 * kTiles; ++i) s[i / 4][i % 4] = exp2_approx(s[i / 4][i % 4] * factor);
@@ -609,72 +603,30 @@ struct BackwardKeysSm90 {
         wgmma_touch(dp);
         if (is_mixed) {
 #pragma unroll
-          for (int i = 0; i < 4 * kTiles; ++i) {
-            const float ds = s[i / 4][i % 4] * dp[i / 4][i % 4];
-            dp[i / 4][i % 4] = (live[i / 32] >> i % 32) & 1u ? ds : 0.0f;
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4 * kTiles; ++i) dp[i / 4][i % 4] *= s[i / 4][i % 4];
+          for (int i = 0; i < 4 * kTiles; ++i) dp[i / 4][i % 4] = is_dead(s[i / 4][i % 4]) ? 0.0f : dp[i / 4][i % 4];
         }
+#pragma unroll
+        for (int i = 0; i < 4 * kTiles; ++i) dp[i / 4][i % 4] *= s[i / 4][i % 4];
       } else {
-        const auto bind_head = [&](auto& of) {
+        if (member != bound_member) {
+          if (bound_member >= 0) head.flush_head();
           const KeyBlock block = this_block();
-          of.bind(params, outer_index(common, block.outer), block.kv_head * group + member);
-        };
-        if constexpr (Head::kHasQueryRun) {
-          if (member != bound_member) {
-            const KeyBlock block = this_block();
-            cheap_head.bind(common, outer_index(common, block.outer), block.kv_head * group + member, lane_kv);
-            bound_member = member;
-          }
-          RunGuard guard;
-          auto runs = QueryRuns<ScoreMod>::bind(cheap_head, lane_q, 8 * kTiles - 7, guard);
-          wgmma_wait<1>();
-          wgmma_touch(s);
-          const bool is_cheap = !is_mixed && cheap_form_does(runs, guard, s);
-          float slope[2];
-          if constexpr (ScoreMod::kHasConstantSlope) {
-            if (is_cheap) cheap_probs(runs, s, slope, lane_statistics);
-          }
-          wgmma_wait<0>();
-          wgmma_touch(dp);
-          if (!is_cheap) {
-            Head here;
-            bind_head(here);
-            score_gradients<true>(here, s, dp, lane_statistics, lane_q, lane_kv, poisoned, lane);
-            pack(probs, s);
-            pack(dscores, dp);
-          } else if constexpr (ScoreMod::kHasConstantSlope) {
-            pack(probs, s);
-#pragma unroll
-            for (int i = 0; i < 4 * kTiles; ++i) dp[i / 4][i % 4] *= s[i / 4][i % 4] * slope[i % 4 / 2];
-            pack(dscores, dp);
-          } else {
-            cheap_gradients(runs, s, dp, probs, dscores, lane_statistics,
-                            static_cast<unsigned>(params.padded_q_rows) % kQTile);  // 0, which only the host knows
-          }
+          head.bind(params, outer_index(common, block.outer), block.kv_head * group + member);
+          bound_member = member;
+        }
+        wgmma_wait<0>();
+        wgmma_touch(s);
+        wgmma_touch(dp);
+        if (is_mixed) {
+          score_gradients<true>(head, s, dp, lane_statistics, lane_q, lane_kv, poisoned, lane);
         } else {
-          if (member != bound_member) {
-            if (bound_member >= 0) head.flush_head();
-            bind_head(head);
-            bound_member = member;
-          }
-          wgmma_wait<0>();
-          wgmma_touch(s);
-          wgmma_touch(dp);
-          if (is_mixed) {
-            score_gradients<true>(head, s, dp, lane_statistics, lane_q, lane_kv, poisoned, lane);
-          } else {
-            score_gradients<false>(head, s, dp, lane_statistics, lane_q, lane_kv, 0, lane);
-          }
+          score_gradients<false>(head, s, dp, lane_statistics, lane_q, lane_kv, 0, lane);
         }
       }
-      if constexpr (!Head::kHasQueryRun) {
-        pack(probs, s);
-        pack(dscores, dp);
-      }
-      const uint32_t score_offset = score_stage * ScoreTile::kBytes;
+      uint32_t probs[kTiles / 2][4], dscores[kTiles / 2][4];
+      pack(probs, s);
+      pack(dscores, dp);
+      const uint32_t score_offset = step % Shape::kScoreStages * ScoreTile::kBytes;
       store_scores(lane_scores + score_offset, dscores);
       if constexpr (kSharesKeys) store_scores(lane_scores + (Shape::kProbs - Shape::kDscores) + score_offset, probs);
       fence_proxy_async();
@@ -703,8 +655,8 @@ struct BackwardKeysSm90 {
           multiply_keys<QueryTile>(acc_dk, dscores, query(stage));
           wgmma_wait<1>();
           wgmma_touch(dq);
-          const int slot = 2 * dquery_stage + warpgroup;
-          if (step >= Shape::kDqueryStages) named_barrier_sync(kDqueryEmpty + slot, 160);
+          const int slot = 2 * static_cast<int>(step % kDqueryStages) + warpgroup;
+          if (step >= kDqueryStages) named_barrier_sync(kDqueryEmpty + slot, 160);
           stage_dquery(dq, slot, warp, lane);
           if (is_leader) store_shared_8(dquery_info(slot), static_cast<uint32_t>(tile), static_cast<uint32_t>(member));
           fence_proxy_async();
@@ -716,30 +668,27 @@ struct BackwardKeysSm90 {
           dquery_of(Integer<8>{}, score_tile, shared + warpgroup * KeyTile::kChunkBytes);
         } else if (warpgroup == 0) {
           dquery_of(Integer<8>{}, score_tile, shared);
-        } else {
+        } else if constexpr (Shape::kNumDqueryParts == 2) {
           dquery_of(Integer<(kWidthK - 64) / 8>{}, score_tile, shared + KeyTile::kChunkBytes);
+        } else {
+          wgmma_wait<0>();
+          wgmma_touch(acc_dv);
+          if (is_leader) mbarrier_arrive(dout_empty(stage));
+          multiply_keys<QueryTile>(acc_dk, dscores, query(stage));
         }
-        if (++dquery_stage == Shape::kDqueryStages) dquery_stage = 0;
       }
       wgmma_wait<0>();
       wgmma_touch(acc_dk);
       if (is_leader) mbarrier_arrive(query_empty(stage));
-      ring.advance();
-      score_stage ^= 1;
       ++step;
     }
-    if (step == 0 && !Config::kHasKvLengths) {  // no block ends with its loads under way
-      mbarrier_wait(key_full(), 0);
-      mbarrier_wait(value_full(), 0);
-    }
-    if constexpr (!kIsPlain && !Head::kHasQueryRun) {
+    if constexpr (!kIsPlain) {
       if (bound_member >= 0) head.flush_head();
     }
-    if constexpr (!kSharesKeys) {
-      const int end_slot = 2 * dquery_stage + warpgroup;
-      for (int i = min_int(step, Shape::kDqueryStages); i > 0; --i) {
-        const int back = (dquery_stage + Shape::kDqueryStages - i) % Shape::kDqueryStages;
-        named_barrier_sync(kDqueryEmpty + 2 * back + warpgroup, 160);
+    if (warpgroup < Shape::kNumDqueryParts) {
+      const int end_slot = 2 * static_cast<int>(step % kDqueryStages) + warpgroup;
+      for (unsigned i = step < kDqueryStages ? 0 : step - kDqueryStages; i < step; ++i) {
+        named_barrier_sync(kDqueryEmpty + 2 * static_cast<int>(i % kDqueryStages) + warpgroup, 160);
       }
       if (is_leader) store_shared_8(dquery_info(end_slot), static_cast<uint32_t>(kEnd), 0);
       named_barrier_arrive(kDqueryFull + end_slot, 160);
@@ -786,13 +735,13 @@ FKL_DEVICE void backward_keys_sm90(const BackwardParams& params) {
   const Kernel kernel{shared_address(backward_shared_sm90)};
   const int warp = warp_index();
   if (threadIdx.x == 0) kernel.init_barriers();
-  if (threadIdx.x == 32) kernel.find_block(params.common);
+  if (threadIdx.x == 32) kernel.find_block(params);
   __syncthreads();
   if (warp < 4) {
     register_count_decrease<Kernel::kOtherRegisters>();
     if (warp == 0) {
       kernel.produce(params);
-    } else if (!Kernel::kSharesKeys && warp < 3) {
+    } else if (warp <= Kernel::Shape::kNumDqueryParts) {
       kernel.reduce_dquery(params, warp - 1);
     }
   } else {

@@ -65,12 +65,14 @@ FKL_DEVICE float chunk_dot(const Chunk16& a, const Chunk16& b) {
 
 constexpr int kBackwardRowThreads = 128;
 
-// lse_log2 and delta of kQTile rows; eight lanes share a row. `store(row, lse_log2, delta, is_marked)`.
+// lse_log2 and delta of kQTile rows. `store(row, lse_log2, delta, is_marked)`.
 template <class Config, class Store>
 FKL_DEVICE void preprocess_rows(const BackwardParams& params, Store store) {
   using Element = typename Config::Element;
-  constexpr int kLanesPerRow = 8, kRowsAtOnce = kBackwardRowThreads / kLanesPerRow;
   constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Element));
+  // A chunk per lane, or several.
+  constexpr int kLanesPerRow = min_int(16, floor_power_of_two(Config::kValueHeadDim / kElements));
+  constexpr int kRowsAtOnce = kBackwardRowThreads / kLanesPerRow;
   const CommonParams& common = params.common;
   const RowBlock block = RowBlock::of(common, blockIdx.x, Config::kQTile);
   const OuterIndex outer = outer_index(common, block.outer);
@@ -109,7 +111,7 @@ FKL_DEVICE void preprocess_rows(const BackwardParams& params, Store store) {
     }
 #pragma unroll
     for (int bit = 1; bit < kLanesPerRow; bit *= 2) sum += shuffle_xor(sum, bit);
-    const unsigned row_lanes = 0xffu << (threadIdx.x % kWarpSize / kLanesPerRow * kLanesPerRow);
+    const unsigned row_lanes = ((1u << kLanesPerRow) - 1u) << (threadIdx.x % kWarpSize / kLanesPerRow * kLanesPerRow);
     is_marked = (__ballot_sync(0xffffffffu, is_marked) & row_lanes) != 0;
     float lse_log2, delta;
     if (row_lse == -infinity()) {
@@ -177,9 +179,14 @@ struct DqueryOrder {
   static FKL_DEVICE int index(int m, int n) { return m * (kColumns / 16) + n; }
 };
 
-// dQ from the float accumulator, times the scale, and dscale = sum of q . (dS K), which is right for a scale of 0 too.
-template <class Config, class Order>
-FKL_DEVICE void finish_rows(const BackwardParams& params) {
+FKL_DEVICE void add_dscale(const BackwardParams& params, const RowBlock& block, float dscale) {
+  reduce_add_global(at_outer<float>(params.dscale_result, outer_index(params.common, block.outer)), dscale);
+}
+
+// dQ from the float accumulator, times the scale, and the block's term of dscale = sum of q . (dS K), which is right
+// for a scale of 0 too: `store_dscale(block, term)`.
+template <class Config, class Order, class StoreDscale>
+FKL_DEVICE void finish_rows(const BackwardParams& params, StoreDscale store_dscale) {
   using Element = typename Config::Element;
   constexpr int kBlocksN = Config::kHeadDim / 16, kBlocks = Config::kQTile / 16 * kBlocksN;
   constexpr int kWarps = kBackwardRowThreads / kWarpSize;
@@ -197,11 +204,12 @@ FKL_DEVICE void finish_rows(const BackwardParams& params) {
 
 #pragma unroll 4
   for (int index = static_cast<int>(threadIdx.x) / kWarpSize; index < kBlocks; index += kWarps) {
+    float values[2][4];
+    DqueryBlock::load(accumulator + Order::index(index / kBlocksN, index % kBlocksN) * DqueryBlock::kFloats, lane,
+                      values);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float value[4];
-      DqueryBlock::load(accumulator + Order::index(index / kBlocksN, index % kBlocksN) * DqueryBlock::kFloats, half,
-                        lane, value);
+      const float (&value)[4] = values[half];
       const int q = q_first + index / kBlocksN * 16 + lane / 4 + 8 * half, first_column = index % kBlocksN * 16;
       const bool is_row = q < common.q_seq_len;
       if constexpr (Config::kHasDscale) {
@@ -223,7 +231,7 @@ FKL_DEVICE void finish_rows(const BackwardParams& params) {
   if constexpr (Config::kHasDscale) {
     extern __shared__ float backward_finish_shared[];
     const float sum = block_sum<kWarps>(dscale, backward_finish_shared);
-    if (threadIdx.x == 0) reduce_add_global(at_outer<float>(params.dscale_result, outer), sum);
+    if (threadIdx.x == 0) store_dscale(block, sum);
   }
 }
 
@@ -232,27 +240,32 @@ constexpr int backward_finish_sm80_shared_bytes = 4 * (kBackwardRowThreads / kWa
 
 template <class Config, class ScoreMod, class MaskMod>
 FKL_DEVICE void backward_finish_sm80(const BackwardParams& params) {
-  finish_rows<Config, DqueryOrder<Config>>(params);
+  finish_rows<Config, DqueryOrder<Config>>(
+      params, [&](const RowBlock& block, float dscale) { add_dscale(params, block, dscale); });
+}
+
+// One block adds up terms of dscale, `per_outer` of each outer element, in a fixed order.
+FKL_DEVICE void sum_dscale(const BackwardParams& params, const float* terms, int per_outer) {
+  extern __shared__ float backward_sum_shared[];
+  for (long long o = 0; o < params.common.num_outer; ++o) {
+    const float* term = terms + o * per_outer;
+    float sum = 0.0f;
+    for (int i = static_cast<int>(threadIdx.x); i < per_outer; i += kBackwardRowThreads) sum += term[i];
+    sum = block_sum<kBackwardRowThreads / kWarpSize>(sum, backward_sum_shared);
+    if (threadIdx.x == 0) *at_outer<float>(params.dscale_result, outer_index(params.common, o)) += sum;
+    __syncthreads();
+  }
 }
 
 template <class Config>
 constexpr int backward_sum_dscale_sm80_shared_bytes = 4 * (kBackwardRowThreads / kWarpSize);
 
-// Deterministic calls: one block adds up what the blocks of backward_queries_sm80 left in `scratch`, in a fixed order.
+// Deterministic calls: the blocks of backward_queries_sm80 left their terms in `scratch`.
 template <class Config, class ScoreMod, class MaskMod>
 FKL_DEVICE void backward_sum_dscale_sm80(const BackwardParams& params) {
   if constexpr (Config::kHasDscale) {
-    extern __shared__ float backward_sum_shared[];
-    const CommonParams& common = params.common;
-    const int per_outer = common.num_q_heads * ceil_div(common.q_seq_len, Config::kQueriesQTile);
-    for (long long o = 0; o < common.num_outer; ++o) {
-      const float* partial = static_cast<const float*>(params.scratch) + o * per_outer;
-      float sum = 0.0f;
-      for (int i = static_cast<int>(threadIdx.x); i < per_outer; i += kBackwardRowThreads) sum += partial[i];
-      sum = block_sum<kBackwardRowThreads / kWarpSize>(sum, backward_sum_shared);
-      if (threadIdx.x == 0) *at_outer<float>(params.dscale_result, outer_index(common, o)) += sum;
-      __syncthreads();
-    }
+    const int per_outer = params.common.num_q_heads * ceil_div(params.common.q_seq_len, Config::kQueriesQTile);
+    sum_dscale(params, static_cast<const float*>(params.scratch), per_outer);
   }
 }
 

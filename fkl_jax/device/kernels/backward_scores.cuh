@@ -71,8 +71,6 @@ struct BackwardHead {
   static constexpr bool kIsPlain = ScoreMod::kIsIdentity && !Config::kHasBias;
   static constexpr bool kAddsDbias = kAddsGradients && Config::kHasDbias;
   static constexpr bool kAddsDcaptures = kAddsGradients && Config::kHasDcaptures;
-  // Live tiles may use the cheap form of the program.
-  static constexpr bool kHasQueryRun = ScoreMod::kHasQueryRun && !Config::kHasBias && !kAddsDcaptures;
 
   // What one query row needs.
   struct Row {
@@ -218,54 +216,6 @@ struct BackwardHead {
   long long dbias_row_stride_, dbias_column_stride_;
 };
 
-// The cheap form of a program, with BackwardHead::kHasQueryRun. A bound BackwardHead is many registers; this is what a
-// lane needs of one (outer element, query head) for live tiles.
-template <class ScoreMod>
-struct QueryRunHead {
-  typename ScoreMod::Head mod;
-  float scale;
-  int q_offset, kv_idx;
-
-  // `kv`: the first of the lane's keys.
-  FKL_DEVICE void bind(const CommonParams& params, const OuterIndex& outer, int head, int kv) {
-    mod = ScoreMod::bind(params, outer).bind_head(global_batch(params, outer), global_head(params, outer, head));
-    scale = __ldg(at_outer<const float>(params.scale, outer));
-    q_offset = int_or(params.q_offset, outer, 0);
-    kv_idx = wrapping_add(kv, int_or(params.kv_offset, outer, 0));
-  }
-};
-
-// Two keys of a lane, kv and kv + 8, and some query rows, whose first is `q` and whose last is `last` rows further.
-template <class ScoreMod>
-struct QueryRuns {
-  typename ScoreMod::QueryRun run[2];
-
-  static FKL_DEVICE QueryRuns bind(const QueryRunHead<ScoreMod>& head, int q, int last, RunGuard& guard) {
-    const auto row = mod().bind_row(head.mod, wrapping_add(q, head.q_offset));
-    QueryRuns runs;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      runs.run[half] =
-          mod().bind_query_run(head.mod, row, wrapping_add(head.kv_idx, 8 * half), last, head.scale, guard);
-    return runs;
-  }
-  // Does the cheap form do for this score?
-  FKL_DEVICE void look(int half, float product, int j, RunGuard& guard) const {
-    mod().look(run[half], product, j, guard);
-  }
-  // P, and the program's derivative.
-  FKL_DEVICE float prob(int half, float product, int j, float lse_log2, float* slope) const {
-    return exp2_approx(mod().exponent(run[half], product, j, -lse_log2, slope));
-  }
-  FKL_DEVICE void follow(float p, unsigned zero) {
-    run[0].follow(p, zero);
-    run[1].follow(p, zero);
-  }
-
- private:
-  static FKL_DEVICE ScoreMod mod() { return ScoreMod{}; }  // a cheap form reads no captures
-};
-
 // The same value, but the compiler does not know: keeps addresses that are cheap to make from occupying registers
 // throughout a loop.
 template <class T>
@@ -340,41 +290,44 @@ FKL_DEVICE void store_accumulators(Element* data, long long row_stride, int firs
 // ---- The float accumulator of dQ.
 //
 // A tile of kQTile rows is stored as blocks of 16 x 16 in the order of the fragments, so that one instruction of a warp
-// adds to 128 (512 from sm_90 on, four values per lane) contiguous bytes. Block (m, pair) is block m * pairs + pair;
-// its value `i` (0, 1: columns 2t, 2t + 1; 2, 3: columns 8 + 2t, 9 + 2t) of row g + 8 * half is here:
+// adds to 128 (512 from sm_90 on, the four values of an accumulator) contiguous bytes. Block (m, pair) is block
+// m * pairs + pair; its value `i` of row g + 8 * half (0, 1: columns 2t, 2t + 1; 2, 3: columns 8 + 2t, 9 + 2t) is here:
 struct DqueryBlock {
   static constexpr int kFloats = 256;
   static FKL_DEVICE int offset(int half, int lane, int i) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    return 128 * half + 4 * lane + i;
+    return 128 * (i / 2) + 4 * lane + 2 * half + i % 2;
 #else
     return 128 * half + 32 * i + lane;
 #endif
   }
-  static FKL_DEVICE void load(const float* block, int half, int lane, float (&value)[4]) {
+  static FKL_DEVICE void load(const float* block, int lane, float (&value)[2][4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    const Chunk16 chunk = load_global_16(block + offset(half, lane, 0));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) value[i] = __uint_as_float(chunk.word[i]);
+    for (int tile = 0; tile < 2; ++tile) {
+      const Chunk16 chunk = load_global_16(block + offset(0, lane, 2 * tile));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[i / 2][2 * tile + i % 2] = __uint_as_float(chunk.word[i]);
+    }
 #else
 #pragma unroll
-    for (int i = 0; i < 4; ++i) value[i] = block[offset(half, lane, i)];
+    for (int i = 0; i < 8; ++i) value[i / 4][i % 4] = block[offset(i / 4, lane, i % 4)];
 #endif
   }
   // `left` and `right`: the accumulators of the block's two n tiles.
   static FKL_DEVICE void add(float* block, int lane, const float (&left)[4], const float (&right)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    reduce_add_global_4(block + offset(0, lane, 0), left[0], left[1], left[2], left[3]);
+    reduce_add_global_4(block + offset(0, lane, 2), right[0], right[1], right[2], right[3]);
+#else
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-      reduce_add_global_4(block + offset(half, lane, 0), left[2 * half], left[2 * half + 1], right[2 * half],
-                          right[2 * half + 1]);
-#else
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         reduce_add_global(block + offset(half, lane, i), i < 2 ? left[2 * half + i] : right[2 * half + i - 2]);
       }
-#endif
     }
+#endif
   }
 };
 
@@ -384,13 +337,14 @@ FKL_DEVICE long long padded_row(const BackwardParams& params, long long outer, i
 }
 
 // Which keys a block owns. Blocks that run together share few heads, whose queries stay in the L2 cache; within such a
-// section the first keys come first: under a causal mask they have the most work.
+// section the first keys come first: under a causal mask they have the most work. `section_heads`: key/value heads of a
+// section, 0: as many as have the section's bytes.
 struct KeyBlock {
   int tile, kv_head;
   long long outer;
 
   static FKL_DEVICE KeyBlock of(const CommonParams& params, unsigned block, int num_tiles, int bytes_per_row,
-                                int section_megabytes = 32) {
+                                int section_megabytes = 32, int section_heads = 0) {
     // A grid has less than 2^31 blocks, so all numbers of heads and blocks are of 32 bits.
     const unsigned kv_heads = static_cast<unsigned>(params.num_kv_heads);
     const unsigned heads = static_cast<unsigned>(params.num_outer) * kv_heads;
@@ -398,15 +352,18 @@ struct KeyBlock {
     const long long head_bytes =
         static_cast<long long>(params.num_q_heads / params.num_kv_heads) * params.q_seq_len * bytes_per_row;
     unsigned section = 1;
-    if (head_bytes < section_bytes)
+    if (section_heads > 0) {
+      section = min_unsigned(heads, static_cast<unsigned>(section_heads));
+    } else if (head_bytes < section_bytes) {
       section = min_unsigned(heads, static_cast<unsigned>(section_bytes) / static_cast<unsigned>(head_bytes));
+    }
     const unsigned blocks_per_section = section * static_cast<unsigned>(num_tiles);
     const unsigned section_index = block / blocks_per_section;
     const unsigned rest = block % blocks_per_section;
     const unsigned first_head = section_index * section;
-    const unsigned section_heads = min_unsigned(heads - first_head, section);
-    const unsigned head = first_head + rest % section_heads;
-    return {static_cast<int>(rest / section_heads), static_cast<int>(head % kv_heads),
+    const unsigned num_heads = min_unsigned(heads - first_head, section);
+    const unsigned head = first_head + rest % num_heads;
+    return {static_cast<int>(rest / num_heads), static_cast<int>(head % kv_heads),
             static_cast<long long>(head / kv_heads)};
   }
 

@@ -270,7 +270,7 @@ struct Forward90 {
       const Mask& mask = now.scores.mask;
       // Rows beyond q_end are not asked about: they must not make tiles mixed.
       const int q_first = now.q_first, q_last = min_int(q_first + kQTile, mask.q_end()) - 1;
-      Walk walk(mask, q_first, q_last, 0, ceil_div(common.kv_seq_len, kKvTile), now.scores.grows());
+      Walk walk(mask, q_first, q_last, 0, ceil_div(common.kv_seq_len, kKvTile));
       int tile = 0, state = kTileDead;
       bool has_tile = walk.next(mask, &tile, &state);
       now.num_tiles = has_tile ? 1 : 0;
@@ -417,35 +417,15 @@ struct Forward90 {
 
   FKL_DEVICE void apply_scores(const Scores& scores, int q_first, const Consumer& me, float (&acc_s)[1][kScoreTiles][4],
                                uint32_t word) const {
-    const auto row_of = [&](int, int half) { return query_row(scores, q_first, me, half); };
-    // Programs are long, and with them few tiles come here: one piece of code does for all.
-    if (Scores::kHasExponent || (word & TileWord::kMixed)) {
-      scores.template apply<true>(acc_s, row_of, first_key(me, word));
+    const auto row_of = [&](int, int half) {
+      return scores.clip_row(q_first + 64 * me.w + 16 * me.warp + 8 * half + me.lane / 4);
+    };
+    const int kv_lane = TileWord::tile(word) * kKvTile + 2 * (me.lane % 4);
+    if (word & TileWord::kMixed) {
+      scores.template apply<true>(acc_s, row_of, kv_lane);
     } else {
-      scores.template apply<false>(acc_s, row_of, first_key(me, word));
+      scores.template apply<false>(acc_s, row_of, kv_lane);
     }
-  }
-  FKL_DEVICE int query_row(const Scores& scores, int q_first, const Consumer& me, int half) const {
-    return scores.clip_row(q_first + 64 * me.w + 16 * me.warp + 8 * half + me.lane / 4);
-  }
-  FKL_DEVICE int first_key(const Consumer& me, uint32_t word) const {
-    return TileWord::tile(word) * kKvTile + 2 * (me.lane % 4);
-  }
-
-  // StaleSoftmax::try_exponentiate by the cheap form of the program. `*is_long`: that does not do here.
-  template <bool kIsMixed>
-  FKL_DEVICE bool exponentiate(const Scores& scores, int q_first, const Consumer& me,
-                               const float (&acc_s)[1][kScoreTiles][4], uint32_t word,
-                               Fragment (&probs)[kScoreTiles / 2], float (&total)[2], uint32_t zero,
-                               bool* is_long) const {
-    RunGuard guard;
-    const auto row_of = [&](int, int half) { return query_row(scores, q_first, me, half); };
-    const bool is_usable = me.softmax.template try_exponentiate<kScoreTiles>(
-        probs, total,
-        scores.template exponents<kIsMixed>(acc_s[0], row_of, first_key(me, word), me.softmax.row_max_log2, zero,
-                                            guard));
-    *is_long = guard.is_tripped();
-    return is_usable && !*is_long;
   }
 
   // Adds the rows of values that the checkers cleared. Nothing is in flight.
@@ -500,7 +480,6 @@ struct Forward90 {
       me->softmax.update(probs[0], factor, acc_s[0], to_log2);
     }
     bool key_is_here = false, value_is_here = false;
-    bool is_cheap = true;  // use the program's cheap form
 #pragma unroll 1
     while (true) {
       if (kGuardsValues && (word & TileWord::kMixed)) add_cleared(now, me, acc_o, probs, word);
@@ -519,33 +498,15 @@ struct Forward90 {
       wgmma_wait<1>();
       wgmma_touch(acc_s[0]);
       release(*me, Shape::kKeyEmpty, &me->key_ring);
+      apply_scores(scores, q_first, *me, acc_s, word);
       Fragment next_probs[kScoreTiles / 2];
       float total[2];
-      bool is_usable = false, is_long = false;
-      if constexpr (Scores::kHasExponent) {
-        total[0] = me->softmax.row_sum[0];
-        total[1] = me->softmax.row_sum[1];
-        if (!is_cheap) {
-          // Done below by the program as it is written.
-        } else if (word & TileWord::kMixed) {
-          is_usable = exponentiate<true>(scores, q_first, *me, acc_s, word, next_probs, total, zero, &is_long);
-        } else {
-          is_usable = exponentiate<false>(scores, q_first, *me, acc_s, word, next_probs, total, zero, &is_long);
-        }
-      } else {
-        apply_scores(scores, q_first, *me, acc_s, word);
-        is_usable = me->softmax.try_exponentiate(next_probs, total, acc_s[0], to_log2);
-      }
+      const bool is_usable = me->softmax.try_exponentiate(next_probs, total, acc_s[0], to_log2);
       keep_exponentials_here(total[0], total[1]);
       wgmma_wait<0>();
       wgmma_touch(acc_o[0]);
       release(*me, Shape::kValueEmpty, &me->value_ring);
       if (__any_sync(0xffffffffu, !is_usable)) {
-        if constexpr (Scores::kHasExponent) {
-          apply_scores(scores, q_first, *me, acc_s, word);
-          // What does not do for one tile hardly does for the next.
-          is_cheap = is_cheap && !__any_sync(0xffffffffu, is_long);
-        }
         float factor[2];
         me->softmax.update(probs[0], factor, acc_s[0], to_log2);
 #pragma unroll
