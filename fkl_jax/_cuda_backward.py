@@ -84,8 +84,6 @@ class KeysTileSm90:
         stages: tiles of Q and dO in flight.
         section_megabytes: what the queries of the heads that run together may take of
             the L2 cache.
-        section_heads: key/value heads that run together, 0: as many as have
-            `section_megabytes`.
     """
 
     q: int
@@ -94,19 +92,16 @@ class KeysTileSm90:
     dquery_stages: int = 2
     stages: int = 2
     section_megabytes: int = 64
-    section_heads: int = 0
 
-    def shared_bytes(
-        self, head_dim: int, value_head_dim: int, deterministic: bool
-    ) -> int:
+    def shared_bytes(self, head_dim: int, value_head_dim: int) -> int:
         row = sum(-(-d // 64) * _SWIZZLE_BYTES for d in (head_dim, value_head_dim))
         tiles = (self.kv + self.stages * self.q) * row
         statistics = self.stages * self.q * _STATISTICS_BYTES
         # dS, with shares_keys also P; two of each, in chunks of 64 keys.
         scores = 2 * self.q * self.kv * 2 * (2 if self.shares_keys else 1)
         dquery = 0 if self.shares_keys else 2 * self.dquery_stages * 64 * 64 * 4
-        barriers = 8 * (2 + 4 * self.stages)
-        infos = 16 + 8 * (self.stages + 2 * self.dquery_stages) + 32 * deterministic
+        barriers = -(-8 * (3 + 4 * self.stages) // 16) * 16
+        infos = 16 * (8 + self.stages + 2 * self.dquery_stages)
         return tiles + scores + dquery + statistics + barriers + infos
 
     def accumulator_columns(self, head_dim: int) -> int:
@@ -200,13 +195,11 @@ def _sm90_tile(key: TuneKey) -> KeysTileSm90:
     if key.has_score_program or key.has_bias:
         tiles = tiles[1:]  # what these need spills beside the scores of 128 queries
     tile = next(t for largest, t in tiles if wider <= largest)
-    if key.deterministic:
-        # Blocks of one head wait for each other: few of them run at the same time.
-        return dataclasses.replace(tile, section_heads=32)
-    if key.has_mask and key.group > 1:
-        # Blocks are few and of unlike length: long ones first, whatever the cache says
+    if key.deterministic or (key.has_mask and key.group > 1):
+        # Blocks of one head wait for each other: all heads side by side. With groups
+        # they are few and of unlike length: long ones first, whatever the cache says
         # (64/8 heads, 8192 keys, causal: 475 -> 524 TFLOP/s).
-        return dataclasses.replace(tile, section_heads=16)
+        tile = dataclasses.replace(tile, section_megabytes=1024)
     return tile
 
 
@@ -224,12 +217,11 @@ def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
         Kernel(
             name="backward_keys",
             threads=_SM90_THREADS,
-            shared_bytes=tile.shared_bytes(
-                key.head_dim, key.value_head_dim, key.deterministic
-            ),
+            shared_bytes=tile.shared_bytes(key.head_dim, key.value_head_dim),
             rows="kv",
             tile=tile.kv,
             heads="kv",
+            max_blocks=key.num_multiprocessors,
             blocks_per_processor=1,
         ),
         dataclasses.replace(
@@ -243,12 +235,14 @@ def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
     )
     # `TileScratch` of backward_rows_sm90.cuh.
     num_q_tiles = key.num_heads * -(-key.q_seq_len // tile.q)
-    scratch_words = num_q_tiles
+    scratch_words = 1 + num_q_tiles
     if key.deterministic:
         kernels += (_sum_dscale(),)
         functions += ("backward_sum_dscale_sm90",)
-        scratch_words = 4 * num_q_tiles + 1
+        scratch_words += 3 * num_q_tiles
     boxes = {"query": tile.q, "key": tile.kv, "value": tile.kv, "dout": tile.q}
+    if not tile.shares_keys:
+        boxes |= {"dkey": 64, "dvalue": 64}
     return Plan(
         headers=("kernels/backward_keys_sm90.cuh",),
         config=(
@@ -258,7 +252,6 @@ def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
             ("kDqueryStages", tile.dquery_stages),
             ("kSharesKeys", tile.shares_keys),
             ("kSectionMegabytes", tile.section_megabytes),
-            ("kSectionHeads", tile.section_heads),
         ),
         functions=functions,
         launch=Launch(

@@ -85,43 +85,60 @@ FKL_DEVICE void preprocess_rows(const BackwardParams& params, Store store) {
   const long long row0 = padded_row(params, block.outer, block.head);
   const int lane = static_cast<int>(threadIdx.x) % kLanesPerRow;
 
-#pragma unroll 4
-  for (int r = static_cast<int>(threadIdx.x) / kLanesPerRow; r < Config::kQTile; r += kRowsAtOnce) {
-    const int q = block.tile * Config::kQTile + r;
-    float sum = 0.0f, row_lse = -infinity();
-    bool is_marked = false;
-    if (q < common.q_seq_len) {
-      row_lse = lse[q];
-      // With sinks a row without a live key has the sink as its LSE: nothing here tells it from the others.
-      const bool may_be_dead = Config::kHasSinks || row_lse == -infinity();
-      for (int chunk = lane; chunk < Config::kValueHeadDim / kElements; chunk += kLanesPerRow) {
-        const Chunk16 x =
-            load_row_chunk<Config::kAligned>(dout + q * params.dout.row_stride, chunk, common.value_head_dim);
-        const Chunk16 y =
-            load_row_chunk<Config::kAligned>(out + q * params.out.row_stride, chunk, common.value_head_dim);
-        sum += chunk_dot<Element>(x, y);
-        if (may_be_dead) is_marked |= has_non_finite<Element>(x);
+  // Several rows at once: the kernel waits for memory and little else.
+  constexpr int kBatch = min_int(4, Config::kQTile / kRowsAtOnce);
+  static_assert(Config::kQTile % (kBatch * kRowsAtOnce) == 0, "whole batches");
+  for (int r0 = static_cast<int>(threadIdx.x) / kLanesPerRow; r0 < Config::kQTile; r0 += kBatch * kRowsAtOnce) {
+    const int q0 = block.tile * Config::kQTile + r0;
+    const Element *dout_row = dout + q0 * params.dout.row_stride, *out_row = out + q0 * params.out.row_stride;
+    float sum[kBatch], row_lse[kBatch];
+    bool is_marked[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int q = q0 + b * kRowsAtOnce;
+      row_lse[b] = q < common.q_seq_len ? lse[q] : -infinity();
+      sum[b] = 0.0f;
+      is_marked[b] = false;
+    }
+#pragma unroll 1
+    for (int chunk = lane; chunk < Config::kValueHeadDim / kElements; chunk += kLanesPerRow) {
+      Chunk16 x[kBatch], y[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int columns = q0 + b * kRowsAtOnce < common.q_seq_len ? common.value_head_dim : 0;
+        x[b] = load_row_chunk<Config::kAligned>(dout_row + b * (kRowsAtOnce * params.dout.row_stride), chunk, columns);
+        y[b] = load_row_chunk<Config::kAligned>(out_row + b * (kRowsAtOnce * params.out.row_stride), chunk, columns);
       }
-      if (may_be_dead) {
-        for (int chunk = lane; chunk < Config::kHeadDim / kElements; chunk += kLanesPerRow) {
-          is_marked |= has_non_finite<Element>(
-              load_row_chunk<Config::kAligned>(query + q * common.query.row_stride, chunk, common.head_dim));
-        }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        sum[b] += chunk_dot<Element>(x[b], y[b]);
+        // With sinks a row without a live key has the sink as its LSE: nothing here tells it from the others.
+        if (Config::kHasSinks || row_lse[b] == -infinity()) is_marked[b] |= has_non_finite<Element>(x[b]);
       }
     }
 #pragma unroll
-    for (int bit = 1; bit < kLanesPerRow; bit *= 2) sum += shuffle_xor(sum, bit);
-    const unsigned row_lanes = ((1u << kLanesPerRow) - 1u) << (threadIdx.x % kWarpSize / kLanesPerRow * kLanesPerRow);
-    is_marked = (__ballot_sync(0xffffffffu, is_marked) & row_lanes) != 0;
-    float lse_log2, delta;
-    if (row_lse == -infinity()) {
-      lse_log2 = infinity();
-      delta = is_marked ? 1.0f : 0.0f;
-    } else {
-      lse_log2 = is_marked ? not_a_number() : row_lse * kLog2e;
-      delta = sum - (dlse == nullptr ? 0.0f : dlse[head_rows + q]);
+    for (int b = 0; b < kBatch; ++b) {
+      const int q = q0 + b * kRowsAtOnce;
+      if (q < common.q_seq_len && (Config::kHasSinks || row_lse[b] == -infinity())) {
+        for (int chunk = lane; chunk < Config::kHeadDim / kElements; chunk += kLanesPerRow) {
+          is_marked[b] |= has_non_finite<Element>(
+              load_row_chunk<Config::kAligned>(query + q * common.query.row_stride, chunk, common.head_dim));
+        }
+      }
+#pragma unroll
+      for (int bit = 1; bit < kLanesPerRow; bit *= 2) sum[b] += shuffle_xor(sum[b], bit);
+      const unsigned row_lanes = ((1u << kLanesPerRow) - 1u) << (threadIdx.x % kWarpSize / kLanesPerRow * kLanesPerRow);
+      const bool is_marked_row = (__ballot_sync(0xffffffffu, is_marked[b]) & row_lanes) != 0;
+      float lse_log2, delta;
+      if (row_lse[b] == -infinity()) {
+        lse_log2 = infinity();
+        delta = is_marked_row ? 1.0f : 0.0f;
+      } else {
+        lse_log2 = is_marked_row ? not_a_number() : row_lse[b] * kLog2e;
+        delta = sum[b] - (dlse == nullptr ? 0.0f : dlse[head_rows + q]);
+      }
+      if (lane == 0) store(row0 + q, lse_log2, delta, is_marked_row);
     }
-    if (lane == 0) store(row0 + q, lse_log2, delta, is_marked);
   }
 }
 

@@ -29,8 +29,8 @@ FKL_DEVICE float softmax_factor(float scale) {
   return fabsf(factor) < kSmallest ? copysignf(kSmallest, factor) : factor;
 }
 
-// What the kernels keep in `scratch`, which is zero at first: a word per query tile of every head, and for
-// deterministic calls the turns of its parts, a ticket counter and the tiles' terms of dscale.
+// What the kernels keep in `scratch`, which is zero at first: the number of the next block, a word per query tile of
+// every head, and for deterministic calls the turns of the tiles' parts and the tiles' terms of dscale.
 template <class Config>
 struct TileScratch {
   const BackwardParams& params;
@@ -40,17 +40,14 @@ struct TileScratch {
     return (outer * params.common.num_q_heads + head) * tiles_per_head() + tile;
   }
   FKL_DEVICE long long num_tiles() const { return index(params.common.num_outer, 0, 0); }
-  FKL_DEVICE int* words() const { return static_cast<int*>(params.scratch); }
 
+  FKL_DEVICE int* ticket() const { return static_cast<int*>(params.scratch); }
   // Not 0: rows of the query tile are marked (backward_scores.cuh).
-  FKL_DEVICE int* mark(long long outer, int head, int tile) const { return words() + index(outer, head, tile); }
-  // 1 + the last tile of keys that has been added to the part of dQ.
-  FKL_DEVICE int* turn(long long outer, int head, int tile, int part) const {
-    return words() + num_tiles() + 2 * index(outer, head, tile) + part;
-  }
-  FKL_DEVICE int* ticket() const { return words() + 3 * num_tiles(); }
+  FKL_DEVICE int* mark(long long outer, int head, int tile) const { return ticket() + 1 + index(outer, head, tile); }
+  // 1 + the last tile of keys that has been added to the part of dQ. Tiles are numbered as in `index`.
+  FKL_DEVICE int* turn(long long tile, int part) const { return ticket() + 1 + num_tiles() + 2 * tile + part; }
   FKL_DEVICE float* dscale(long long outer) const {
-    return reinterpret_cast<float*>(ticket() + 1 + index(outer, 0, 0));
+    return reinterpret_cast<float*>(ticket() + 1 + 3 * num_tiles() + index(outer, 0, 0));
   }
 };
 

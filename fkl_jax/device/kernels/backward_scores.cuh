@@ -337,14 +337,13 @@ FKL_DEVICE long long padded_row(const BackwardParams& params, long long outer, i
 }
 
 // Which keys a block owns. Blocks that run together share few heads, whose queries stay in the L2 cache; within such a
-// section the first keys come first: under a causal mask they have the most work. `section_heads`: key/value heads of a
-// section, 0: as many as have the section's bytes.
+// section the first keys come first: under a causal mask they have the most work.
 struct KeyBlock {
   int tile, kv_head;
   long long outer;
 
   static FKL_DEVICE KeyBlock of(const CommonParams& params, unsigned block, int num_tiles, int bytes_per_row,
-                                int section_megabytes = 32, int section_heads = 0) {
+                                int section_megabytes = 32) {
     // A grid has less than 2^31 blocks, so all numbers of heads and blocks are of 32 bits.
     const unsigned kv_heads = static_cast<unsigned>(params.num_kv_heads);
     const unsigned heads = static_cast<unsigned>(params.num_outer) * kv_heads;
@@ -352,18 +351,15 @@ struct KeyBlock {
     const long long head_bytes =
         static_cast<long long>(params.num_q_heads / params.num_kv_heads) * params.q_seq_len * bytes_per_row;
     unsigned section = 1;
-    if (section_heads > 0) {
-      section = min_unsigned(heads, static_cast<unsigned>(section_heads));
-    } else if (head_bytes < section_bytes) {
+    if (head_bytes < section_bytes)
       section = min_unsigned(heads, static_cast<unsigned>(section_bytes) / static_cast<unsigned>(head_bytes));
-    }
     const unsigned blocks_per_section = section * static_cast<unsigned>(num_tiles);
     const unsigned section_index = block / blocks_per_section;
     const unsigned rest = block % blocks_per_section;
     const unsigned first_head = section_index * section;
-    const unsigned num_heads = min_unsigned(heads - first_head, section);
-    const unsigned head = first_head + rest % num_heads;
-    return {static_cast<int>(rest / num_heads), static_cast<int>(head % kv_heads),
+    const unsigned section_heads = min_unsigned(heads - first_head, section);
+    const unsigned head = first_head + rest % section_heads;
+    return {static_cast<int>(rest / section_heads), static_cast<int>(head % kv_heads),
             static_cast<long long>(head / kv_heads)};
   }
 
