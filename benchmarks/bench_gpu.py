@@ -45,7 +45,6 @@ class Workload:
     dtype: str = "bfloat16"
     causal: bool = False
     backward: bool = False
-    deterministic: bool = False
     mod: str = ""
     live: float = 1.0  # share of the scores that is live, for the FLOPs
 
@@ -99,23 +98,6 @@ WORKLOADS = [
     square("8 documents by segment ids, 16k", batch=1, length=16384, causal=True,
            mod="segments", live=0.0625),
     square("8 documents as a batch", batch=8, length=2048, causal=True),
-    square("H=128 causal 2k, backward", batch=8, length=2048, causal=True,
-           backward=True),
-    square("H=128 causal 16k, backward", batch=1, length=16384, causal=True,
-           backward=True),
-    square("llama3-8b 32/8 heads causal 8k, backward", num_q_heads=32, num_kv_heads=8,
-           causal=True, backward=True),
-    square("batch 32, 512 tokens causal, backward", batch=32, length=512, causal=True,
-           backward=True),
-    square("SoftCap 20 causal 8k, backward", causal=True, mod="soft_cap",
-           backward=True),
-    square("ALiBi built-in causal 8k, backward", causal=True, mod="alibi",
-           backward=True),
-    square("window 1024, 8k, backward", causal=True, mod="window", live=0.117,
-           backward=True),
-    square("H=128 8k full, deterministic backward", backward=True, deterministic=True),
-    square("H=128 8k causal, deterministic backward", causal=True, backward=True,
-           deterministic=True),
     Workload(name="decode 32 x 8192 keys", batch=32, q_seq_len=1, num_q_heads=32,
              num_kv_heads=8),
     Workload(name="decode 1 x 65536 keys", batch=1, q_seq_len=1, kv_seq_len=65536,
@@ -130,8 +112,6 @@ def options(work: Workload) -> dict[str, Any]:
     """The keywords of `fkl_jax.attention` for a workload."""
     slopes = jnp.asarray(np.geomspace(0.5, 0.004, work.num_q_heads), jnp.float32)
     more: dict[str, Any] = {"causal": work.causal}
-    if work.deterministic:
-        more["deterministic"] = True
     if work.mod == "soft_cap":
         more["score_mod"] = fkl_jax.SoftCap(20.0)
     elif work.mod == "alibi":

@@ -2,8 +2,7 @@
 and wgmma can take it, else of sm80.
 
 The main kernel owns a tile of keys and goes through the queries; dquery is added up by
-atomics. For deterministic calls, family sm90 adds in a fixed order, and sm80 computes
-dquery by a kernel of its own that owns queries.
+atomics, or, for deterministic calls, computed by a kernel of its own that owns queries.
 """
 
 import dataclasses
@@ -91,7 +90,7 @@ class KeysTileSm90:
     shares_keys: bool = False
     dquery_stages: int = 2
     stages: int = 2
-    section_megabytes: int = 64
+    section_megabytes: int = 32
 
     def shared_bytes(self, head_dim: int, value_head_dim: int) -> int:
         row = sum(-(-d // 64) * _SWIZZLE_BYTES for d in (head_dim, value_head_dim))
@@ -100,15 +99,15 @@ class KeysTileSm90:
         # dS, with shares_keys also P; two of each, in chunks of 64 keys.
         scores = 2 * self.q * self.kv * 2 * (2 if self.shares_keys else 1)
         dquery = 0 if self.shares_keys else 2 * self.dquery_stages * 64 * 64 * 4
-        barriers = -(-8 * (3 + 4 * self.stages) // 16) * 16
-        infos = 16 * (8 + self.stages + 2 * self.dquery_stages)
+        barriers = 8 * (2 + 4 * self.stages)
+        infos = 16 + 8 * (self.stages + 2 * self.dquery_stages)
         return tiles + scores + dquery + statistics + barriers + infos
 
     def accumulator_columns(self, head_dim: int) -> int:
         """What `DqueryOrderSm90` of backward_rows_sm90.cuh says."""
         if self.shares_keys:
             return head_dim
-        return 64 if head_dim <= 64 else 96 if head_dim <= 96 else 128
+        return 64 if self.q == 128 else 96 if head_dim <= 96 else 128
 
 
 _Tile = TypeVar("_Tile", KeysTile, QueriesTile)
@@ -155,8 +154,8 @@ _QUERIES_TILES = tuple(
 
 
 # By the wider of the two head dims. Measured on an H200 in front of other tiles.
-_KEYS_TILES_SM90: tuple[tuple[int, KeysTileSm90], ...] = (
-    (64, KeysTileSm90(q=128, kv=128, dquery_stages=1)),  # without programs and bias
+_KEYS_TILES_SM90 = (
+    (64, KeysTileSm90(q=128, kv=128, dquery_stages=1)),
     (128, KeysTileSm90(q=64, kv=128)),
     (256, KeysTileSm90(q=64, kv=64, shares_keys=True, dquery_stages=1)),
 )
@@ -171,8 +170,8 @@ def choose(key: TuneKey) -> Plan:
     Raises:
         NotImplementedError: the reason why the kernels cannot take it.
     """
-    if key.deterministic and (key.bias_sums or key.capture_gradients):
-        what = "a broadcast bias" if key.bias_sums else "captured arrays"
+    if key.deterministic and (key.bias_gradient or key.capture_gradients):
+        what = "the bias" if key.bias_gradient else "captured arrays"
         raise NotImplementedError(
             f"deterministic gradients of {what}: the kernels add them up by atomics"
         )
@@ -184,27 +183,14 @@ def _is_for_sm90(key: TuneKey) -> bool:
     return (
         key.arch == 90
         and _itemsize(key) == 2
-        and not (key.deterministic and _sm90_tile(key).shares_keys)
+        and not key.deterministic
         and min(key.head_dim, key.value_head_dim) >= _SM90_MIN_HEAD_DIM
     )
 
 
-def _sm90_tile(key: TuneKey) -> KeysTileSm90:
-    wider = max(key.head_dim, key.value_head_dim)
-    tiles = _KEYS_TILES_SM90
-    if key.has_score_program or key.has_bias:
-        tiles = tiles[1:]  # what these need spills beside the scores of 128 queries
-    tile = next(t for largest, t in tiles if wider <= largest)
-    if key.deterministic or (key.has_mask and key.group > 1):
-        # Blocks of one head wait for each other: all heads side by side. With groups
-        # they are few and of unlike length: long ones first, whatever the cache says
-        # (64/8 heads, 8192 keys, causal: 475 -> 524 TFLOP/s).
-        tile = dataclasses.replace(tile, section_megabytes=1024)
-    return tile
-
-
 def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
-    tile = _sm90_tile(key)
+    wider = max(key.head_dim, key.value_head_dim)
+    tile = next(t for largest, t in _KEYS_TILES_SM90 if wider <= largest)
     preprocess = Kernel(
         name="backward_preprocess",
         threads=_ROW_THREADS,
@@ -212,7 +198,7 @@ def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
         tile=tile.q,
         heads="q",
     )
-    kernels: tuple[Kernel, ...] = (
+    kernels = (
         preprocess,
         Kernel(
             name="backward_keys",
@@ -221,28 +207,15 @@ def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
             rows="kv",
             tile=tile.kv,
             heads="kv",
-            max_blocks=key.num_multiprocessors,
             blocks_per_processor=1,
         ),
         dataclasses.replace(
             preprocess, name="backward_finish", shared_bytes=4 * _ROW_THREADS // 32
         ),
     )
-    functions: tuple[str, ...] = (
-        "backward_preprocess_sm90",
-        "backward_keys_sm90",
-        "backward_finish_sm90",
-    )
-    # `TileScratch` of backward_rows_sm90.cuh.
+    # One word per query tile: some of its rows must not be read.
     num_q_tiles = key.num_heads * -(-key.q_seq_len // tile.q)
-    scratch_words = 1 + num_q_tiles
-    if key.deterministic:
-        kernels += (_sum_dscale(),)
-        functions += ("backward_sum_dscale_sm90",)
-        scratch_words += 3 * num_q_tiles
     boxes = {"query": tile.q, "key": tile.kv, "value": tile.kv, "dout": tile.q}
-    if not tile.shares_keys:
-        boxes |= {"dkey": 64, "dvalue": 64}
     return Plan(
         headers=("kernels/backward_keys_sm90.cuh",),
         config=(
@@ -253,12 +226,16 @@ def _sm90(key: TuneKey, unaligned: Plan) -> Plan:
             ("kSharesKeys", tile.shares_keys),
             ("kSectionMegabytes", tile.section_megabytes),
         ),
-        functions=functions,
+        functions=(
+            "backward_preprocess_sm90",
+            "backward_keys_sm90",
+            "backward_finish_sm90",
+        ),
         launch=Launch(
             kernels=kernels,
             q_tile=tile.q,
             accumulator_head_dim=tile.accumulator_columns(key.head_dim),
-            scratch_bytes=4 * scratch_words,
+            scratch_bytes=4 * num_q_tiles,
             tensor_maps=tuple(
                 TensorMap(array=array, rows=rows, columns=64)
                 for array, rows in boxes.items()
@@ -328,8 +305,15 @@ def _sm80(key: TuneKey) -> Plan:
             tile=queries.q,
             heads="q",
         )
+        # One block adds up dscale of all blocks of the kernel before.
+        sum_dscale = Kernel(
+            name="backward_sum_dscale",
+            threads=_ROW_THREADS,
+            shared_bytes=row_shared_bytes,
+            per_outer=False,
+        )
         launch = Launch(
-            kernels=(preprocess, main, dquery, _sum_dscale()),
+            kernels=(preprocess, main, dquery, sum_dscale),
             q_tile=max(tile.q, queries.q),
             scratch_bytes=4 * key.num_heads * -(-key.q_seq_len // queries.q),
         )
@@ -338,16 +322,6 @@ def _sm80(key: TuneKey) -> Plan:
         config=tuple(config),
         functions=tuple(functions),
         launch=launch,
-    )
-
-
-def _sum_dscale() -> Kernel:
-    """One block adds up dscale of all blocks of the kernel before."""
-    return Kernel(
-        name="backward_sum_dscale",
-        threads=_ROW_THREADS,
-        shared_bytes=4 * _ROW_THREADS // 32,
-        per_outer=False,
     )
 
 

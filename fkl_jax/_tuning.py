@@ -34,13 +34,12 @@ class TuneKey:
         group: query heads per key/value head, anchored.
         num_heads: query heads of all outer elements, anchored.
         has_mask: some scores may be dead (any source: program, lengths, ids, blocks).
+        has_segment_ids: ids are one of the sources.
         has_score_program: scores go through a program.
         has_bias: a dense bias is read.
         merged_query: nothing but the query depends on which head of a group a row is
             of (`kMergedQuery` of Config).
         bias_gradient: backward adds to dbias.
-        bias_sums: elements of dbias are sums over an axis that the bias is broadcast
-            over.
         capture_gradients: backward adds to gradients of captured arrays.
         full_precision: float32 products at full accuracy, not TF32.
         deterministic: sums in a fixed order.
@@ -60,9 +59,9 @@ class TuneKey:
     has_mask: bool
     has_score_program: bool
     has_bias: bool
+    has_segment_ids: bool = False
     merged_query: bool = True
     bias_gradient: bool = False
-    bias_sums: bool = False
     capture_gradients: bool = False
     full_precision: bool = False
     deterministic: bool = False
@@ -143,8 +142,6 @@ def tune_key(
     batch = query.shape[query.ndim - 3 - spec.num_batch_dims : query.ndim - 3]
     num_heads = query.shape[-2]
     gpu = gpu or local_gpu()
-    scores = (*vmap, *batch, num_heads, query.shape[-3], key.shape[-3])
-    has_dbias = "bias" in (results or ())
     return TuneKey(
         direction="forward" if results is None else "backward",
         dtype=str(query.dtype),  # type: ignore[arg-type]
@@ -155,11 +152,11 @@ def tune_key(
         group=anchored(num_heads // max(key.shape[-2], 1)),
         num_heads=anchored(num_heads * math.prod(vmap) * math.prod(batch)),
         has_mask=spec.mask is not None or any(r in operands for r in _MASKS),
+        has_segment_ids="q_segment_ids" in operands,
         has_score_program=spec.score is not None,
         has_bias="bias" in operands,
         merged_query=merged_query,
-        bias_gradient=has_dbias,
-        bias_sums=has_dbias and operands["bias"].shape != scores,
+        bias_gradient="bias" in (results or ()),
         capture_gradients=any(r.startswith("capture.") for r in results or ()),
         full_precision=query.dtype == "float32" and spec.precision == "highest",
         deterministic=spec.deterministic and results is not None,

@@ -323,8 +323,11 @@ def run_backend(problem: Problem, implementation: str | None):
 # -------------------------------------------------------------------------- oracle
 
 
-def run_dense(problem: Problem, compute: type = np.float64, storage=None):
-    """Return the dense result, its gradients and the sizes of their terms."""
+def run_dense(
+    problem: Problem, compute: type = np.float64, storage=None, backward: bool = True
+):
+    """Return the dense result, its gradients and the sizes of their terms (both {}
+    without `backward`), and the largest score."""
     case = problem.case
     live, dead_rows, q_idx, kv_idx = _make_live(case, problem.others)
     f = problem.floats
@@ -359,9 +362,11 @@ def run_dense(problem: Problem, compute: type = np.float64, storage=None):
         storage=storage,
     )
     dout, dlse = problem.cotangents
-    grads, magnitudes = dense.backward(flat(dout, 3), flat(dlse, 2))
     out = dense.out.reshape(dout.shape)
     lse = dense.lse.reshape(dlse.shape)
+    if not backward:
+        return (out, lse), {}, {}, dense.score_size
+    grads, magnitudes = dense.backward(flat(dout, 3), flat(dlse, 2))
     grads = {k: grads[k].reshape(f[k].shape) for k in f}
     magnitudes = {k: magnitudes[k].reshape(f[k].shape) for k in f}
     return (out, lse), grads, magnitudes, dense.score_size

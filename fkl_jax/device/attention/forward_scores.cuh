@@ -75,12 +75,63 @@ struct ForwardScores {
     }
     if constexpr (kIsPlain && !kIsMixed) {
       return;
+    } else if constexpr (kIsPlain && Mask::kIsInterval) {
+      cut(acc_s, row_of, kv_first);
     } else {
       modify<kIsMixed>(acc_s, row_of, kv_first);
     }
   }
 
  private:
+  // Dead scores to -inf where the live ones of a row are an interval: a bit for each score of the lane, made at once.
+  template <int kMTiles, int kTiles, class RowOf>
+  FKL_DEVICE void cut(float (&acc_s)[kMTiles][kTiles][4], RowOf row_of, int kv_first) const {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+      typename Mask::Row row[2];
+      int begin[2], end[2];  // of the lane's scores of a row
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row[half] = mask.bind_row(row_of(m, half));
+        const KeyInterval keys = mask.live_keys(row[half]);
+        begin[half] = scores_before<kTiles>(keys.first - kv_first);
+        end[half] = scores_before<kTiles>(keys.last - kv_first + 1);
+      }
+#pragma unroll
+      for (int group = 0; group < ceil_div(kTiles, 16); ++group) {
+        uint32_t bits[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          bits[half] = bits_between(begin[half] - 32 * group, end[half] - 32 * group);
+#pragma unroll
+        for (int k = 0; k < 32; ++k) {
+          const int tile = 16 * group + k / 2;
+          if (tile >= kTiles) break;
+          bool live[2] = {(bits[0] >> k & 1u) != 0, (bits[1] >> k & 1u) != 0};
+          if constexpr (Config::kHasSegmentIds) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              live[half] = live[half] && mask.live_by_ids(row[half], kv_first + 8 * tile + k % 2);
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float& score = acc_s[m][tile][2 * half + k % 2];
+            score = live[half] ? score : -infinity();
+          }
+        }
+      }
+    }
+  }
+
+  // How many of a lane's scores of a row (two of every eight keys) are of its first `keys` keys.
+  template <int kTiles>
+  static FKL_DEVICE int scores_before(int keys) {
+    keys = min_int(max_int(keys, 0), 8 * kTiles);
+    return keys / 8 * 2 + min_int(keys % 8, 2);
+  }
+  static FKL_DEVICE uint32_t bits_below(int n) { return n >= 32 ? 0xffffffffu : (1u << max_int(n, 0)) - 1; }
+  static FKL_DEVICE uint32_t bits_between(int begin, int end) { return bits_below(end) & ~bits_below(begin); }
+
   template <bool kIsMixed, int kMTiles, int kTiles, class RowOf>
   FKL_DEVICE void modify(float (&acc_s)[kMTiles][kTiles][4], RowOf row_of, int kv_first) const {
     // Two rows at once share what depends on the key; of more the state takes too many registers.

@@ -316,6 +316,16 @@ FKL_DEVICE int shrl_i32(int a, int b) {
 
 enum TileState : int { kTileDead = 0, kTileMixed = 1, kTileLive = 2 };
 
+// The keys of a row that are live, if these are all from the first to the last: what mask programs with kIsInterval say
+// of keys and queries that are counted from 0.
+struct KeyInterval {
+  int first, last;
+};
+constexpr int kLastKey = 0x7fffffff;
+FKL_DEVICE int saturated(long long x) {
+  return static_cast<int>(x < -kLastKey - 1 ? -kLastKey - 1 : x > kLastKey ? kLastKey : x);
+}
+
 // What every score functor is. `score` is the score before the program. In the backward a program's
 // derivative is taken and the gradients of its captures are summed: for elements that depend on the
 // head only in HeadGrads, on the row only in RowGrads, else they are added at once. `ct` is the
@@ -343,13 +353,14 @@ struct NoScoreMod {
 };
 
 struct NoMaskMod {
-  static constexpr bool kIsIdentity = true, kReadsRow = false;
+  static constexpr bool kIsIdentity = true, kReadsRow = false, kIsInterval = true;
   struct Head {};
   struct Row {};
   static FKL_DEVICE NoMaskMod bind(const CommonParams&, const OuterIndex&) { return {}; }
   FKL_DEVICE Head bind_head(int, int) const { return {}; }
   FKL_DEVICE Row bind_row(const Head&, int) const { return {}; }
   FKL_DEVICE bool live(const Head&, const Row&, int) const { return true; }
+  FKL_DEVICE KeyInterval live_keys(const Head&, const Row&) const { return {0, kLastKey}; }
   FKL_DEVICE int classify(const Head&, int, int, int, int) const { return kTileLive; }
 };
 

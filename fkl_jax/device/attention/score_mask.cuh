@@ -43,7 +43,7 @@ struct IdRange {
 // Every lane gets the range of ids first .. last.
 FKL_DEVICE IdRange warp_id_range(const int* ids, int first, int last) {
   IdRange range{0x7fffffff, -0x7fffffff - 1};
-#pragma unroll 2
+#pragma unroll 4
   for (int i = first + (static_cast<int>(threadIdx.x) & 31); i <= last; i += 32) {
     const int id = __ldg(ids + i);
     range.low = min_i32(range.low, id);
@@ -60,6 +60,10 @@ struct ScoreMask {
       MaskMod::kIsIdentity && !Config::kHasSegmentIds && !Config::kHasBlockMask;
   static constexpr bool kIsTrivial =
       kIsBoundsOnly && !Config::kHasQLengths && !Config::kHasKvLengths;
+
+  // The live keys of a row are an interval but for ids.
+  static constexpr bool kIsInterval = MaskMod::kIsInterval && !Config::kHasBlockMask &&
+                                      (MaskMod::kIsIdentity || !Config::kHasOffsets);
 
   struct Row {
     typename MaskMod::Row mod;
@@ -138,6 +142,14 @@ struct ScoreMask {
     return is_live;
   }
 
+  // The keys of a row that may be live, those that ids exclude among them.
+  FKL_DEVICE KeyInterval live_keys(const Row& row) const {
+    KeyInterval keys{0, kLastKey};
+    if constexpr (!MaskMod::kIsIdentity) keys = mod_.live_keys(head_, row.mod);
+    return {max_i32(keys.first, 0), min_i32(keys.last, row.kv_end - 1)};
+  }
+  FKL_DEVICE bool live_by_ids(const Row& row, int kv) const { return __ldg(kv_segment_ids_ + kv) == row.segment_id; }
+
   // ---- for TileWalk
 
   FKL_DEVICE int classify_without_ids(int q_first, int q_last, int kv_first, int kv_last) const {
@@ -209,14 +221,15 @@ struct ScoreMask {
 // else the other way round.
 //
 // 32 tiles are classified at once, one by each lane; a tile then costs a few instructions, whatever
-// the mask. `kDescending`: the last tile comes first; tile_begin must be 0.
-template <class Mask, int kQTile, int kKvTile, bool kTilesAreKeys, bool kDescending = false>
+// the mask. `kHasRanges`: the ranges of the ids of the tiles are in memory, else they are found.
+template <class Mask, int kQTile, int kKvTile, bool kTilesAreKeys, bool kHasRanges = false>
 struct TileWalk {
   static constexpr int kTile = kTilesAreKeys ? kKvTile : kQTile;
 
   FKL_DEVICE TileWalk(const Mask& mask, int fixed_first, int fixed_last, int tile_begin,
-                      int tile_end)
-      : fixed_first_(fixed_first),
+                      int tile_end, const IdRange* ranges = nullptr)
+      : ranges_(ranges),
+        fixed_first_(fixed_first),
         fixed_last_(fixed_last),
         next_(tile_begin),
         end_(tile_end),
@@ -237,7 +250,7 @@ struct TileWalk {
   FKL_DEVICE bool next(const Mask& mask, int* tile, int* state) {
     if constexpr (Mask::kIsBoundsOnly) {
       if (next_ >= end_) return false;
-      *tile = tile_of(next_++);
+      *tile = next_++;
       *state = classify(mask, *tile);
       return true;
     } else {
@@ -246,7 +259,7 @@ struct TileWalk {
         classify_group(mask);
       }
       const int lane = __ffs(static_cast<int>(present_)) - 1;
-      *tile = tile_of(next_ - 32 + lane);
+      *tile = next_ - 32 + lane;
       *state = (mixed_ >> lane) & 1u ? kTileMixed : kTileLive;
       present_ &= present_ - 1u;
       return true;
@@ -254,27 +267,28 @@ struct TileWalk {
   }
 
  private:
-  FKL_DEVICE int tile_of(int step) const { return kDescending ? end_ - 1 - step : step; }
-
   FKL_DEVICE int classify(const Mask& mask, int tile) const {
     const int first = tile * kTile, last = first + kTile - 1;
     return kTilesAreKeys ? mask.classify_without_ids(fixed_first_, fixed_last_, first, last)
                          : mask.classify_without_ids(first, last, fixed_first_, fixed_last_);
   }
 
-  // Steps next_ .. next_ + 31.
+  // Tiles next_ .. next_ + 31.
   FKL_DEVICE void classify_group(const Mask& mask) {
-    const int step = next_ + (static_cast<int>(threadIdx.x) & 31);
-    const int state = step < end_ ? classify(mask, tile_of(step)) : kTileDead;
+    const int tile = next_ + (static_cast<int>(threadIdx.x) & 31);
+    int state = tile < end_ ? classify(mask, tile) : kTileDead;
+    if constexpr (kHasRanges) {
+      if (state != kTileDead) state = min_i32(state, fixed_ids_.classify(ranges_[tile]));
+    }
     present_ = __ballot_sync(0xffffffffu, state != kTileDead);
     mixed_ = __ballot_sync(0xffffffffu, state == kTileMixed);
-    if constexpr (Mask::Config::kHasSegmentIds) {
+    if constexpr (Mask::Config::kHasSegmentIds && !kHasRanges) {
       const int* ids = kTilesAreKeys ? mask.kv_segment_ids() : mask.q_segment_ids();
       const int size = kTilesAreKeys ? mask.kv_end() : mask.q_end();
       // The warp together looks at the ids of one tile after the other: its reads are contiguous.
       for (unsigned rest = present_; rest != 0; rest &= rest - 1u) {
         const unsigned bit = rest & (0u - rest);
-        const int first = tile_of(next_ + __ffs(static_cast<int>(rest)) - 1) * kTile;
+        const int first = (next_ + __ffs(static_cast<int>(rest)) - 1) * kTile;
         const int by_ids =
             fixed_ids_.classify(warp_id_range(ids, first, min_i32(first + kTile, size) - 1));
         if (by_ids == kTileDead) present_ &= ~bit;
@@ -284,41 +298,12 @@ struct TileWalk {
     next_ += 32;
   }
 
+  const IdRange* ranges_;
   int fixed_first_, fixed_last_;
   int next_, end_;
-  unsigned present_, mixed_;  // of steps next_ - 32 .. next_ - 1
+  unsigned present_, mixed_;  // of tiles next_ - 32 .. next_ - 1
   IdRange fixed_ids_;
 };
-
-// The tile of keys before `tile` that is not dead for queries q_first .. q_last, or -1.
-// Warp-uniform, and of one mind with every TileWalk.
-template <class Mask, int kKvTile>
-FKL_DEVICE int previous_key_tile(const Mask& mask, int q_first, int q_last, int tile) {
-  if constexpr (Mask::kIsBoundsOnly) {
-    return tile - 1;
-  } else {
-    for (int end = tile; end > 0; end -= 32) {
-      const int candidate = end - 1 - (static_cast<int>(threadIdx.x) & 31);
-      const int first = candidate * kKvTile;
-      const int state =
-          candidate < 0 ? kTileDead
-                        : mask.classify_without_ids(q_first, q_last, first, first + kKvTile - 1);
-      unsigned present = __ballot_sync(0xffffffffu, state != kTileDead);
-      if constexpr (Mask::Config::kHasSegmentIds) {
-        const IdRange q_ids =
-            warp_id_range(mask.q_segment_ids(), q_first, min_i32(q_last, mask.q_end() - 1));
-        for (; present != 0; present &= present - 1u) {
-          const int kv_first = (end - __ffs(static_cast<int>(present))) * kKvTile;
-          const int kv_last = min_i32(kv_first + kKvTile, mask.kv_end()) - 1;
-          if (q_ids.classify(warp_id_range(mask.kv_segment_ids(), kv_first, kv_last)) != kTileDead)
-            break;
-        }
-      }
-      if (present != 0) return end - __ffs(static_cast<int>(present));
-    }
-    return -1;
-  }
-}
 
 }  // namespace fkl
 

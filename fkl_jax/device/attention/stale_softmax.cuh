@@ -29,6 +29,16 @@ struct StaleSoftmax {
     row_sum[0] = row_sum[1] = 0.0f;
   }
 
+  // The maximum of the first scores. `try_exponentiate` cannot fail then but for NaN and infinity, which stay.
+  template <int kTiles>
+  FKL_DEVICE void start(const float (&acc_s)[kTiles][4], float to_log2) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row_max_log2[half] = fmaxf(kNoMax, row_max(acc_s, half) * to_log2);
+      row_sum[half] = 0.0f;
+    }
+  }
+
   // P with the maximum so far, packed as the left operand of a matrix product, and what row_sum becomes. False: do not
   // use either, call `update`.
   template <int kTiles, class Fragment>
@@ -58,11 +68,7 @@ struct StaleSoftmax {
                          float to_log2) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(acc_s[0][2 * half], acc_s[0][2 * half + 1]);
-#pragma unroll
-      for (int tile = 1; tile < kTiles; ++tile) x = fmaxf(fmaxf(x, acc_s[tile][2 * half]), acc_s[tile][2 * half + 1]);
-      // fmaxf drops NaN; it comes back in the sum.
-      const float before = row_max_log2[half], after = fmaxf(before, quad_max(x) * to_log2);
+      const float before = row_max_log2[half], after = fmaxf(before, row_max(acc_s, half) * to_log2);
       factor[half] = exp2_approx(before - after);
       row_max_log2[half] = after;
       row_sum[half] *= factor[half];
@@ -71,6 +77,15 @@ struct StaleSoftmax {
     try_exponentiate(probs, total, acc_s, to_log2);
     row_sum[0] = total[0];
     row_sum[1] = total[1];
+  }
+
+  // fmaxf drops NaN; it comes back in the sum.
+  template <int kTiles>
+  static FKL_DEVICE float row_max(const float (&acc_s)[kTiles][4], int half) {
+    float x = fmaxf(acc_s[0][2 * half], acc_s[0][2 * half + 1]);
+#pragma unroll
+    for (int tile = 1; tile < kTiles; ++tile) x = fmaxf(fmaxf(x, acc_s[tile][2 * half]), acc_s[tile][2 * half + 1]);
+    return quad_max(x);
   }
 
   // Sums over the quads.

@@ -177,9 +177,6 @@ FKL_DEVICE int load_acquire(const int* pointer) {
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
   return value;
 }
-FKL_DEVICE void store_release(int* pointer, int value) {
-  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
-}
 FKL_DEVICE void reduce_add_release(int* pointer, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }

@@ -1,10 +1,8 @@
 // dK and dV, and dQ by asynchronous additions: the main kernel of the backward on compute capability 9.0.
 //
-// A block of work is kKvTile keys of one key/value head, the query heads of its group and their live query tiles, as in
-// backward_keys_sm80; dK and dV stay in registers. There are as many thread blocks as multiprocessors; each takes one
-// block of work after the other from a counter. Three warpgroups: warp 0 of the first finds the tiles and loads them
-// (TMA), those of the next block while the one before is finished; warps 1 and 2 add dQ to global memory (bulk
-// reductions) and store dK and dV, the other two warpgroups compute:
+// A block owns kKvTile keys of one key/value head and goes through the query heads of its group and their live query
+// tiles, as backward_keys_sm80 does; dK and dV stay in registers. Three warpgroups: warp 0 of the first finds the tiles
+// and loads them (TMA), warps 1 and 2 add dQ to global memory (bulk reductions), the other two warpgroups compute:
 //
 //   S^T = K Q^T      the accumulators start from -lse / scale, so that P = exp2(factor * S)
 //   dP^T = V dO^T    the accumulators start from -delta, so that dS = P * dP
@@ -16,9 +14,6 @@
 // Up to 128 columns a warpgroup owns 64 keys. With wider heads dK and dV do not fit: the block has 64 keys
 // (kSharesKeys), each warpgroup computes the scores of half of the queries and owns half of the columns; then P goes
 // through shared memory too, and dQ is added from registers, for there is no room to stage it.
-//
-// Deterministic calls add to a tile of dQ in the order of the keys: whoever adds waits for its turn, a word per tile
-// and warpgroup that says which tile of keys came last.
 //
 // Starting the accumulators from the statistics bought 3 to 6 %, the second buffer of dQ 4 to 8 % (H200, 128 columns).
 #ifndef FKL_DEVICE_KERNELS_BACKWARD_KEYS_SM90_CUH_
@@ -56,8 +51,10 @@ struct BackwardKeysSm90Shape {
   static constexpr int kScoreColumns = kSharesKeys ? kQTile / 2 : kQTile;  // queries of a warpgroup's scores
   // Columns of a warpgroup's dK and dV, in steps that wgmma wrappers exist for. Those beyond the head are computed from
   // whatever follows in shared memory and not stored.
-  static constexpr int kWidthK = !kSharesKeys ? gradient_width(Config::kHeadDim) : Config::kHeadDim <= 128 ? 64 : 128;
-  static constexpr int kWidthV = !kSharesKeys                   ? gradient_width(Config::kValueHeadDim)
+  static constexpr int kWidthK = !kSharesKeys              ? key_gradient_width(Config::kHeadDim, kQTile)
+                                 : Config::kHeadDim <= 128 ? 64
+                                                           : 128;
+  static constexpr int kWidthV = !kSharesKeys                   ? value_gradient_width(Config::kValueHeadDim)
                                  : Config::kValueHeadDim <= 128 ? 64
                                                                 : 128;
   static_assert(kKvTile == (kSharesKeys ? 64 : 128), "64 keys per warpgroup or 64 for both");
@@ -69,13 +66,8 @@ struct BackwardKeysSm90Shape {
   using QueryTile = ChunkedTile<kQTile, Config::kHeadDim>;
   using DoutTile = ChunkedTile<kQTile, Config::kValueHeadDim>;
   using ScoreTile = ChunkedTile<kQTile, kKvTile>;
-  // dQ on its way to global memory: parts of 64 rows and at most 64 columns, one of a warpgroup. Of 64 x 64 there is
-  // one. A warpgroup's dK or dV, of 16 bits and up to 128 columns, takes the same way.
-  static constexpr int kNumDqueryParts = kSharesKeys ? 0 : kQTile == 64 && kWidthK == 64 ? 1 : 2;
+  // Rows of the accumulator tile that a warpgroup adds, as a part of contiguous floats.
   static constexpr int kDqueryBytes = kSharesKeys ? 0 : 64 * 64 * 4;
-  using KeyRows = ChunkedTile<64, Config::kHeadDim>;
-  using ValueRows = ChunkedTile<64, Config::kValueHeadDim>;
-  static_assert(kSharesKeys || (KeyRows::kBytes <= kDqueryBytes && ValueRows::kBytes <= kDqueryBytes), "too wide");
 
   // Byte offsets in shared memory.
   static constexpr int kValue = KeyTile::kBytes;
@@ -88,12 +80,10 @@ struct BackwardKeysSm90Shape {
   static constexpr int kStatistics = kDquery + 2 * kDqueryStages * kDqueryBytes;
   static constexpr int kStatisticsBytes = 2 * 4 * kQTile;  // start of S or lse_log2, start of dP
   static constexpr int kBarriers = kStatistics + kStages * kStatisticsBytes;
-  static constexpr int kBlocks = kBarriers + ceil_div(8 * (3 + 4 * kStages), 16) * 16;
-  static_assert(kBlocks % 16 == 0, "four words are read at once");
-  static constexpr int kNumBlocks = 8;  // more than can be between the warp that loads and those that store
-  static constexpr int kQueryInfo = kBlocks + 16 * kNumBlocks;
-  static constexpr int kPartInfo = kQueryInfo + 16 * kStages;
-  static constexpr int kSharedBytes = kPartInfo + 16 * 2 * kDqueryStages;
+  static constexpr int kBlock = kBarriers + 8 * (2 + 4 * kStages);
+  static constexpr int kQueryInfo = kBlock + 16;
+  static constexpr int kDqueryInfo = kQueryInfo + 8 * kStages;
+  static constexpr int kSharedBytes = kDqueryInfo + 8 * 2 * kDqueryStages;
 };
 
 template <class Config>
@@ -116,17 +106,13 @@ struct BackwardKeysSm90 {
   static constexpr int kTiles = Shape::kScoreColumns / 8;  // of a warpgroup's scores: four per thread
   // Rows that attend to nothing exist, and what is in them may be anything.
   static constexpr bool kHasDeadRows = !Mask::kIsTrivial || !kIsPlain;
-  // Blocks with neighbouring keys start together and add to dQ in turns: under a causal mask they all come to a tile at
-  // the same time if they begin with the last one.
-  static constexpr bool kDescends = Config::kDeterministic;
-  // What finds the tiles may run out of registers, for it has time; those who compute may not.
-  static constexpr int kConsumerRegisters = 240, kOtherRegisters = 24;
+  // What finds the tiles needs registers of its own, unless it only looks at the ends.
+  static constexpr int kConsumerRegisters = Mask::kIsBoundsOnly ? 240 : 232;
+  static constexpr int kOtherRegisters = Mask::kIsBoundsOnly ? 24 : 40;
 
-  enum Map { kQueryMap, kKeyMap, kValueMap, kDoutMap, kDkeyMap, kDvalueMap };  // the plan's tensor_maps
-  enum NamedBarrier { kBoth = 1, kPartFull = 2, kPartEmpty = 6 };              // + warpgroup + 2 * stage
-  // What comes with a query tile. kIsFirst: of a block; it is also set in the numbers that stand for no tile at all.
-  enum TileInfo { kIsMixed = 1, kHasMarkedRows = 2, kIsFirst = 4, kTileUnit = 8, kIsEmptyBlock = -1, kStop = -2 };
-  enum PartKind { kAddDquery, kStoreDkey, kStoreDvalue, kNoMoreParts };
+  enum Map { kQueryMap, kKeyMap, kValueMap, kDoutMap };                // in the order of the plan's tensor_maps
+  enum NamedBarrier { kBoth = 1, kDqueryFull = 2, kDqueryEmpty = 6 };  // + warpgroup + 2 * stage
+  enum TileInfo { kIsMixed = 1, kHasMarkedRows = 2, kTileUnit = 4, kEnd = -1 };
 
   uint32_t shared;
 
@@ -139,23 +125,13 @@ struct BackwardKeysSm90 {
   FKL_DEVICE uint32_t barrier(int i) const { return shared + Shape::kBarriers + 8 * i; }
   FKL_DEVICE uint32_t key_full() const { return barrier(0); }
   FKL_DEVICE uint32_t value_full() const { return barrier(1); }
-  FKL_DEVICE uint32_t keys_empty() const { return barrier(2); }
-  FKL_DEVICE uint32_t query_full(int stage) const { return barrier(3 + stage); }
-  FKL_DEVICE uint32_t query_empty(int stage) const { return barrier(3 + kStages + stage); }
-  FKL_DEVICE uint32_t dout_full(int stage) const { return barrier(3 + 2 * kStages + stage); }
-  FKL_DEVICE uint32_t dout_empty(int stage) const { return barrier(3 + 3 * kStages + stage); }
-  // Four words: TileInfo, member of the group, row of the accumulator, what the turn must be.
-  FKL_DEVICE uint32_t query_info(int stage) const { return shared + Shape::kQueryInfo + 16 * stage; }
-  // Four words: PartKind; row of the accumulator or number of the block; what the turn must be and becomes.
-  FKL_DEVICE uint32_t part_info(int slot) const { return shared + Shape::kPartInfo + 16 * slot; }
-  // Four words: tile, key/value head, outer element, scale.
-  FKL_DEVICE uint32_t block_info(unsigned number) const {
-    return shared + Shape::kBlocks + 16 * (number % Shape::kNumBlocks);
-  }
-  FKL_DEVICE KeyBlock block_of(unsigned number) const {
-    const Chunk16 block = load_shared_16(block_info(number));
-    return {static_cast<int>(block.word[0]), static_cast<int>(block.word[1]), static_cast<long long>(block.word[2])};
-  }
+  FKL_DEVICE uint32_t query_full(int stage) const { return barrier(2 + stage); }
+  FKL_DEVICE uint32_t query_empty(int stage) const { return barrier(2 + kStages + stage); }
+  FKL_DEVICE uint32_t dout_full(int stage) const { return barrier(2 + 2 * kStages + stage); }
+  FKL_DEVICE uint32_t dout_empty(int stage) const { return barrier(2 + 3 * kStages + stage); }
+  // Two words: tile and state, member of the group.
+  FKL_DEVICE uint32_t query_info(int stage) const { return shared + Shape::kQueryInfo + 8 * stage; }
+  FKL_DEVICE uint32_t dquery_info(int slot) const { return shared + Shape::kDqueryInfo + 8 * slot; }
 
   struct Ring {
     int stage = 0;
@@ -168,10 +144,24 @@ struct BackwardKeysSm90 {
     }
   };
 
+  // What the block owns: found once, read again wherever it is needed.
+  FKL_DEVICE void find_block(const CommonParams& common) const {
+    constexpr int kBytesPerRow = Config::kHeadDim * static_cast<int>(sizeof(Element) + 4) +
+                                 Config::kValueHeadDim * static_cast<int>(sizeof(Element));
+    const KeyBlock block =
+        KeyBlock::of(common, blockIdx.x, ceil_div(common.kv_seq_len, kKvTile), kBytesPerRow, Config::kSectionMegabytes);
+    store_shared_16(shared + Shape::kBlock,
+                    Chunk16{{static_cast<uint32_t>(block.tile), static_cast<uint32_t>(block.kv_head),
+                             static_cast<uint32_t>(block.outer), 0}});
+  }
+  FKL_DEVICE KeyBlock this_block() const {
+    const Chunk16 block = load_shared_16(shared + Shape::kBlock);
+    return {static_cast<int>(block.word[0]), static_cast<int>(block.word[1]), static_cast<long long>(block.word[2])};
+  }
+
   FKL_DEVICE void init_barriers() const {
     mbarrier_init(key_full(), 1);
     mbarrier_init(value_full(), 1);
-    mbarrier_init(keys_empty(), kSharesKeys ? Shape::kConsumers : 2);
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(query_full(stage), 1);
@@ -192,166 +182,85 @@ struct BackwardKeysSm90 {
       tma_load_4d(tile + chunk * Tile::kChunkBytes, &map, barrier, 64 * chunk, head, row, outer);
   }
 
-  FKL_DEVICE void load_keys(const BackwardParams& params, const KeyBlock& block, const OuterIndex& outer) const {
-    const int first = block.tile * kKvTile;
-    mbarrier_arrive_expect_bytes(key_full(), KeyTile::kBytes);
-    load_tile<KeyTile>(shared, params.maps.map[kKeyMap], key_full(), first, block.kv_head,
-                       map_outer(params.maps, kKeyMap, outer));
-    mbarrier_arrive_expect_bytes(value_full(), ValueTile::kBytes);
-    load_tile<ValueTile>(shared + Shape::kValue, params.maps.map[kValueMap], value_full(), first, block.kv_head,
-                         map_outer(params.maps, kValueMap, outer));
-  }
-
-  // The next block that nobody has. Blocks of deterministic calls wait for those with earlier keys, which have been
-  // taken before.
-  FKL_DEVICE unsigned take_block(const BackwardParams& params) const {
-    unsigned index = 0;
-    if (lane_index() == 0) index = static_cast<unsigned>(atomicAdd(TileScratch<Config>{params}.ticket(), 1));
-    return __shfl_sync(0xffffffffu, index, 0);
-  }
-
   FKL_DEVICE void produce(const BackwardParams& params) const {
     const CommonParams& common = params.common;
-    constexpr int kBytesPerRow = Config::kHeadDim * static_cast<int>(sizeof(Element) + 4) +
-                                 Config::kValueHeadDim * static_cast<int>(sizeof(Element));
-    const int group = common.num_q_heads / common.num_kv_heads, num_tiles = ceil_div(common.kv_seq_len, kKvTile);
-    const unsigned num_blocks = static_cast<unsigned>(num_tiles) * static_cast<unsigned>(common.num_kv_heads) *
-                                static_cast<unsigned>(common.num_outer);
-    const TileScratch<Config> scratch{params};
+    const KeyBlock block = this_block();
+    const OuterIndex outer = outer_index(common, block.outer);
+    const int kv_first = block.tile * kKvTile, group = common.num_q_heads / common.num_kv_heads;
+    const auto load_keys = [&] {
+      mbarrier_arrive_expect_bytes(key_full(), KeyTile::kBytes);
+      load_tile<KeyTile>(shared, params.maps.map[kKeyMap], key_full(), kv_first, block.kv_head,
+                         map_outer(params.maps, kKeyMap, outer));
+      mbarrier_arrive_expect_bytes(value_full(), ValueTile::kBytes);
+      load_tile<ValueTile>(shared + Shape::kValue, params.maps.map[kValueMap], value_full(), kv_first, block.kv_head,
+                           map_outer(params.maps, kValueMap, outer));
+    };
+    // At once, unless that would load keys that are padding.
+    bool has_keys = !Config::kHasKvLengths;
+    if (has_keys && elect_one()) load_keys();
     Ring ring;
-    unsigned number = 0;
-    uint32_t keys_parity = 1;  // of the place of keys and values: left once by every block, also by those without tiles
-    while (true) {
-      const unsigned index = take_block(params);
-      if (index >= num_blocks) break;
-      const KeyBlock block = KeyBlock::of(common, index, num_tiles, kBytesPerRow, Config::kSectionMegabytes);
-      const OuterIndex outer = outer_index(common, block.outer);
-      const int kv_first = block.tile * kKvTile;
-      if (elect_one()) {
-        const float scale = *at_outer<const float>(common.scale, outer);
-        store_shared_16(block_info(number),
-                        Chunk16{{static_cast<uint32_t>(block.tile), static_cast<uint32_t>(block.kv_head),
-                                 static_cast<uint32_t>(block.outer), __float_as_uint(scale)}});
-      }
-      ++number;
-      int first_flag = kIsFirst;
-      for (int member = 0; member < group; ++member) {
-        const int q_head = block.kv_head * group + member;
-        Mask mask;
-        mask.bind(common, outer, q_head);
-        TileWalk<Mask, kQTile, kKvTile, false, kDescends> walk(mask, kv_first, kv_first + kKvTile - 1, 0,
-                                                               ceil_div(common.q_seq_len, kQTile));
-        int tile, state;
-        while (walk.next(mask, &tile, &state)) {
-          const int s = ring.stage, q_first = tile * kQTile;
-          int is_marked = 0, before = 0;
-          if constexpr (kHasDeadRows) is_marked = *scratch.mark(block.outer, q_head, tile);
-          if constexpr (Config::kDeterministic)
-            before = previous_key_tile<Mask, kKvTile>(mask, q_first, q_first + kQTile - 1, block.tile);
-          mbarrier_wait(query_empty(s), ring.parity ^ 1);
-          if (elect_one()) {
-            load_tile<QueryTile>(query(s), params.maps.map[kQueryMap], query_full(s), q_first, q_head,
-                                 map_outer(params.maps, kQueryMap, outer));
-            const long long row = padded_row(params, block.outer, q_head) + q_first;
-            bulk_load(statistics(s), params.lse_log2 + row, 4 * kQTile, query_full(s));
-            bulk_load(statistics(s) + 4 * kQTile, params.delta + row, 4 * kQTile, query_full(s));
-            // Last, so that nothing waits for `is_marked`; a phase may get its bytes before they are announced.
-            const int info = tile * kTileUnit + first_flag + (state == kTileMixed ? kIsMixed : 0) +
-                             (is_marked != 0 ? kHasMarkedRows : 0);
-            store_shared_16(query_info(s), Chunk16{{static_cast<uint32_t>(info), static_cast<uint32_t>(member),
-                                                    static_cast<uint32_t>(row), static_cast<uint32_t>(before + 1)}});
-            mbarrier_arrive_expect_bytes(query_full(s), QueryTile::kBytes + Shape::kStatisticsBytes);
-          }
-          mbarrier_wait(dout_empty(s), ring.parity ^ 1);
-          if (elect_one()) {
-            mbarrier_arrive_expect_bytes(dout_full(s), DoutTile::kBytes);
-            load_tile<DoutTile>(dout(s), params.maps.map[kDoutMap], dout_full(s), q_first, q_head,
-                                map_outer(params.maps, kDoutMap, outer));
-          }
-          if (first_flag != 0) {  // after the tile, which need not wait for the end of the block before
-            mbarrier_wait(keys_empty(), keys_parity);
-            keys_parity ^= 1;
-            if (elect_one()) load_keys(params, block, outer);
-            first_flag = 0;
-          }
-          ring.advance();
+    for (int member = 0; member < group; ++member) {
+      const int q_head = block.kv_head * group + member;
+      Mask mask;
+      mask.bind(common, outer, q_head);
+      TileWalk<Mask, kQTile, kKvTile, false> walk(mask, kv_first, kv_first + kKvTile - 1, 0,
+                                                  ceil_div(common.q_seq_len, kQTile));
+      int tile, state;
+      while (walk.next(mask, &tile, &state)) {
+        const int s = ring.stage;
+        int info = tile * kTileUnit + (state == kTileMixed ? kIsMixed : 0);
+        if (kHasDeadRows && *marked_tile(params, block.outer, q_head, tile, kQTile) != 0) info += kHasMarkedRows;
+        mbarrier_wait(query_empty(s), ring.parity ^ 1);
+        if (elect_one()) {
+          if (!has_keys) load_keys();
+          store_shared_8(query_info(s), static_cast<uint32_t>(info), static_cast<uint32_t>(member));
+          mbarrier_arrive_expect_bytes(query_full(s), QueryTile::kBytes + Shape::kStatisticsBytes);
+          load_tile<QueryTile>(query(s), params.maps.map[kQueryMap], query_full(s), tile * kQTile, q_head,
+                               map_outer(params.maps, kQueryMap, outer));
+          const long long row = padded_row(params, block.outer, q_head) + tile * kQTile;
+          bulk_load(statistics(s), params.lse_log2 + row, 4 * kQTile, query_full(s));
+          bulk_load(statistics(s) + 4 * kQTile, params.delta + row, 4 * kQTile, query_full(s));
         }
-      }
-      if (first_flag != 0) {
-        send_without_tile(ring, kIsEmptyBlock);
-        mbarrier_wait(keys_empty(), keys_parity);
-        keys_parity ^= 1;
+        mbarrier_wait(dout_empty(s), ring.parity ^ 1);
+        if (elect_one()) {
+          mbarrier_arrive_expect_bytes(dout_full(s), DoutTile::kBytes);
+          load_tile<DoutTile>(dout(s), params.maps.map[kDoutMap], dout_full(s), tile * kQTile, q_head,
+                              map_outer(params.maps, kDoutMap, outer));
+        }
+        has_keys = true;
         ring.advance();
       }
     }
-    send_without_tile(ring, kStop);
-  }
-
-  FKL_DEVICE void send_without_tile(const Ring& ring, TileInfo info) const {
     mbarrier_wait(query_empty(ring.stage), ring.parity ^ 1);
-    mbarrier_wait(dout_empty(ring.stage), ring.parity ^ 1);
     if (elect_one()) {
-      store_shared_u32(query_info(ring.stage), static_cast<uint32_t>(info));
+      store_shared_8(query_info(ring.stage), static_cast<uint32_t>(kEnd), 0);
       mbarrier_arrive(query_full(ring.stage));
-      mbarrier_arrive(dout_full(ring.stage));
     }
   }
 
-  // ---- The warps that add dQ and store dK and dV, one for each warpgroup.
+  // ---- The warps that add dQ, one for each warpgroup.
 
-  template <class Rows>
-  FKL_DEVICE void store_part(const BackwardParams& params, Map map, uint32_t part, unsigned number,
-                             int warpgroup) const {
-    const KeyBlock block = block_of(number);
-    const int outer = map_outer(params.maps, map, outer_index(params.common, block.outer));
-#pragma unroll
-    for (int chunk = 0; chunk < Rows::kChunks; ++chunk) {
-      tma_store_4d(&params.maps.map[map], part + chunk * Rows::kChunkBytes, 64 * chunk, block.kv_head,
-                   block.tile * kKvTile + 64 * warpgroup, outer);
-    }
-  }
-
-  FKL_DEVICE void move_parts(const BackwardParams& params, int warpgroup) const {
+  FKL_DEVICE void reduce_dquery(const BackwardParams& params, int warpgroup) const {
+    const KeyBlock block = this_block();
+    const int group = params.common.num_q_heads / params.common.num_kv_heads;
     constexpr int kFirst = kQTile == 128 ? kWidthK : min_int(kWidthK, 64);  // columns of a part of 64 rows
     constexpr int kSecond = kQTile == 128 ? kWidthK : kWidthK - kFirst;
-    const TileScratch<Config> scratch{params};
     int stage = 0;
     while (true) {
       const int slot = 2 * stage + warpgroup;
-      named_barrier_sync(kPartFull + slot, 160);
-      const Chunk16 info = load_shared_16(part_info(slot));
-      const int kind = static_cast<int>(info.word[0]);
-      if (kind == kNoMoreParts) break;
-      int* turn = nullptr;
+      named_barrier_sync(kDqueryFull + slot, 160);
+      const Chunk8 info = load_shared_8(dquery_info(slot));
+      const int tile = static_cast<int>(info.word[0]);
+      if (tile == kEnd) break;
       if (elect_one()) {
-        if (kind == kAddDquery) {
-          const long long row = info.word[1];
-          if constexpr (Config::kDeterministic) {
-            turn = scratch.turn(row / kQTile, warpgroup);
-            while (load_acquire(turn) != static_cast<int>(info.word[2])) {
-            }
-            fence_proxy_async_global();
-          }
-          bulk_reduce_add(params.dquery_accumulator + row * kWidthK + warpgroup * 64 * kFirst, dquery(slot),
-                          256 * (warpgroup == 0 ? kFirst : kSecond));
-        } else if (kind == kStoreDkey) {
-          store_part<typename Shape::KeyRows>(params, kDkeyMap, dquery(slot), info.word[1], warpgroup);
-        } else {
-          store_part<typename Shape::ValueRows>(params, kDvalueMap, dquery(slot), info.word[1], warpgroup);
-        }
+        const long long row = padded_row(params, block.outer, block.kv_head * group + static_cast<int>(info.word[1]));
+        float* part = params.dquery_accumulator + (row + tile * kQTile) * kWidthK + warpgroup * 64 * kFirst;
+        bulk_reduce_add(part, dquery(slot), 256 * (warpgroup == 0 ? kFirst : kSecond));
         bulk_commit();
         bulk_wait_read<0>();
       }
       __syncwarp();
-      named_barrier_arrive(kPartEmpty + slot, 160);
-      if constexpr (Config::kDeterministic) {
-        if (turn != nullptr) {
-          bulk_wait<0>();
-          fence_proxy_async_global();
-          store_release(turn, static_cast<int>(info.word[3]));
-        }
-        __syncwarp();
-      }
+      named_barrier_arrive(kDqueryEmpty + slot, 160);
       if (++stage == Shape::kDqueryStages) stage = 0;
     }
     bulk_wait<0>();  // of every lane: whichever was elected
@@ -434,15 +343,12 @@ struct BackwardKeysSm90 {
       stmatrix_x4_trans(address + 2048 * k, packed[k][0], packed[k][1], packed[k][2], packed[k][3]);
   }
 
-  // S^T to P^T in mixed tiles. Dead elements are selected away and become -0, which no live one is: exp2 has no sign.
-  static FKL_DEVICE void mixed_probs(const Mask& mask, float (&s)[kTiles][4], float factor, int q, int kv,
+  // S^T to P^T in mixed tiles; dead elements are selected away, and remembered.
+  static FKL_DEVICE void mixed_probs(const Mask& mask, float (&s)[kTiles][4],
+                                     unsigned (&live)[ceil_div(4 * kTiles, 32)], float factor, int q, int kv,
                                      unsigned poisoned) {
-    if (poisoned != 0) {
 #pragma unroll
-      for (int i = 0; i < 4 * kTiles; ++i) {
-        if ((poisoned >> (8 * (i % 4 / 2))) & 1u) s[i / 4][i % 4] = not_a_number();
-      }
-    }
+    for (int i = 0; i < ceil_div(4 * kTiles, 32); ++i) live[i] = 0;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -451,13 +357,15 @@ struct BackwardKeysSm90 {
         const auto row = mask.bind_row(row_q);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float& p = s[tile][2 * half + column];
-          p = mask.live(row, row_q, kv + 8 * half) ? exp2_approx(p * factor) : -0.0f;
+          const int i = 2 * half + column;
+          const bool is_live = mask.live(row, row_q, kv + 8 * half);
+          const float p = (poisoned >> (8 * half)) & 1u ? not_a_number() : exp2_approx(s[tile][i] * factor);
+          s[tile][i] = is_live ? p : 0.0f;
+          live[tile / 8] |= is_live ? 1u << (4 * tile + i) % 32 : 0u;
         }
       }
     }
   }
-  static FKL_DEVICE bool is_dead(float p) { return __float_as_uint(p) == 0x80000000u; }
 
   // With a program or a bias: S^T and dP^T - delta to P^T and dS^T.
   template <bool kMixed>
@@ -531,10 +439,14 @@ struct BackwardKeysSm90 {
   FKL_DEVICE void stage_dquery(const float (&dq)[kAccTiles][4], int slot, int warp, int lane) const {
     const uint32_t address = dquery(slot) + 4 * (warp * (kAccTiles / 2) * DqueryBlock::kFloats + 4 * lane);
 #pragma unroll
-    for (int tile = 0; tile < kAccTiles; ++tile) {
-      store_shared_16(address + 4 * DqueryBlock::kFloats / 2 * tile,
-                      Chunk16{{__float_as_uint(dq[tile][0]), __float_as_uint(dq[tile][1]), __float_as_uint(dq[tile][2]),
-                               __float_as_uint(dq[tile][3])}});
+    for (int pair = 0; pair < kAccTiles / 2; ++pair) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float (&left)[4] = dq[2 * pair], (&right)[4] = dq[2 * pair + 1];
+        store_shared_16(address + 4 * (DqueryBlock::kFloats * pair + 128 * half),
+                        Chunk16{{__float_as_uint(left[2 * half]), __float_as_uint(left[2 * half + 1]),
+                                 __float_as_uint(right[2 * half]), __float_as_uint(right[2 * half + 1])}});
+      }
     }
   }
 
@@ -542,28 +454,20 @@ struct BackwardKeysSm90 {
     return Conversion<Element>::pack(x[first] * factor, x[first + 1] * factor);
   }
 
-  // 16 rows of the warp, rounded, to a tile in shared memory.
+  // 16 rows of the warp by way of its own rows of a tile in shared memory, whole units at a time.
   template <class Tile, int kAccTiles>
-  static FKL_DEVICE void pack_rows(const float (&acc)[kAccTiles][4], float factor, uint32_t tile, int tile_row,
-                                   int first_unit, int lane) {
-    constexpr int kTileUnits = 8 * Tile::kChunks;
+  static FKL_DEVICE void store_rows(const float (&acc)[kAccTiles][4], float factor, uint32_t tile, int tile_row,
+                                    int first_unit, Element* data, long long row_stride, int num_rows, int num_columns,
+                                    int lane) {
+    constexpr int kUnits = kAccTiles, kTileUnits = 8 * Tile::kChunks;
 #pragma unroll
-    for (int j = 0; j < kAccTiles / 2; ++j) {
+    for (int j = 0; j < kUnits / 2; ++j) {
       const int unit = first_unit + 2 * j + lane / 16;
       if (first_unit + 2 * j >= kTileUnits) break;
       stmatrix_x4(tile + Tile::unit(tile_row + lane % 16, unit), pack_scaled(acc[2 * j], 0, factor),
                   pack_scaled(acc[2 * j], 2, factor), pack_scaled(acc[2 * j + 1], 0, factor),
                   pack_scaled(acc[2 * j + 1], 2, factor));
     }
-  }
-
-  // The same, and from there to global memory, whole units at a time.
-  template <class Tile, int kAccTiles>
-  static FKL_DEVICE void store_rows(const float (&acc)[kAccTiles][4], float factor, uint32_t tile, int tile_row,
-                                    int first_unit, Element* data, long long row_stride, int num_rows, int num_columns,
-                                    int lane) {
-    constexpr int kUnits = kAccTiles;
-    pack_rows<Tile>(acc, factor, tile, tile_row, first_unit, lane);
     __syncwarp();
 #pragma unroll 4
     for (int index = lane; index < 16 * kUnits; index += kWarpSize) {
@@ -581,271 +485,206 @@ struct BackwardKeysSm90 {
     const int split_q = kSharesKeys ? warpgroup * Shape::kScoreColumns : 0;
     const int first_unit_k = kSharesKeys ? warpgroup * (kWidthK / 8) : 0;
     const int first_unit_v = kSharesKeys ? warpgroup * (kWidthV / 8) : 0;
+    const int kv_first = this_block().tile * kKvTile;
     const int group = common.num_q_heads / common.num_kv_heads;
+    const int lane_kv = kv_first + key_row + lane / 4;
+    float factor;
+    {
+      const KeyBlock block = this_block();
+      factor = softmax_factor(*at_outer<const float>(common.scale, outer_index(common, block.outer)));
+    }
     // The lane's row and unit in the transposed tile of dS.
     const int score_row = lane % 8 + 8 * (lane / 16);
     const uint32_t lane_scores = shared + Shape::kDscores + ScoreTile::unit(score_row, (key_row / 8) + lane / 8 % 2) +
                                  static_cast<uint32_t>(split_q * 128);
 
-    // Stages and parities follow from the number of tiles, of parts and of blocks so far.
-    unsigned step = 0, part = 0, number = 0;
-    uint32_t keys_parity = 0;
-    int tile_info = receive_tile(step);
-    while (tile_info != kStop) {
-      float acc_dk[kWidthK / 8][4], acc_dv[kWidthV / 8][4];
-      clear(acc_dk);
-      clear(acc_dv);
-      wgmma_touch(acc_dk);  // or ptxas sees zeros written while a wgmma runs and serialises all of them
-      wgmma_touch(acc_dv);
-      Head head;
-      int bound_member = -1;
-      bool is_poisoned_tile = false;
-      unsigned poisoned = 0;
-      const int lane_kv = static_cast<int>(load_shared_u32(block_info(number))) * kKvTile + key_row + lane / 4;
-      const float factor = softmax_factor(load_shared_f32(block_info(number) + 12));
-      if (tile_info == kIsEmptyBlock) {
-        named_barrier_sync(kBoth, Shape::kConsumers);  // all have read it
-        if (is_leader) {
-          mbarrier_arrive(query_empty(static_cast<int>(step % kStages)));
-          mbarrier_arrive(dout_empty(static_cast<int>(step % kStages)));
-        }
-        tile_info = receive_tile(++step);
-      } else {
-        mbarrier_wait(key_full(), keys_parity);
-        mbarrier_wait(value_full(), keys_parity);
-        keys_parity ^= 1;
-        if constexpr (!Mask::kIsTrivial) poisoned = clear_poisoned_keys(key_row, lane, &is_poisoned_tile) >> (lane / 4);
-        float late_dq[kSharesKeys ? kWidthK / 16 : 1][4];
-        clear(late_dq);
-        wgmma_touch(late_dq);
-        constexpr unsigned kNoRow = ~0u;
-        unsigned late_row = kNoRow;
+    float acc_dk[kWidthK / 8][4], acc_dv[kWidthV / 8][4];
+    clear(acc_dk);
+    clear(acc_dv);
+    wgmma_touch(acc_dk);  // or ptxas sees zeros written while a wgmma runs and serialises all of them
+    wgmma_touch(acc_dv);
+    Head head;
+    int bound_member = -1;
+    bool is_poisoned_tile = false;
+    unsigned poisoned = 0;
+    Ring ring;
+    int score_stage = 0, dquery_stage = 0, step = 0;
+
 #pragma unroll 1
-        do {
-          const int stage = static_cast<int>(step % kStages);
-          const uint32_t parity = step / kStages % 2;
-          const int tile = tile_info / kTileUnit;
-          if constexpr (kHasDeadRows) {
-            if (tile_info & kHasMarkedRows) {
-              mbarrier_wait(dout_full(stage), parity);
-              clear_marked_rows(stage, 4 * warpgroup + warp, lane);
-            }
-          }
-          const uint32_t lane_statistics = statistics(stage) + 4 * (split_q + 2 * (lane % 4));
-          float s[kTiles][4], dp[kTiles][4];
-          start_scores<!kIsPlain>(s, lane_statistics);
-          start_scores<false>(dp, lane_statistics + 4 * kQTile);
-          wgmma_touch(s);  // both, and now: no accumulator may be written while a wgmma runs
-          wgmma_touch(dp);
-          multiply_scores<KeyTile, QueryTile>(s, shared + (kSharesKeys ? 0 : warpgroup * 8192),
-                                              query(stage) + split_q * 128);
-          mbarrier_wait(dout_full(stage), parity);
-          multiply_scores<ValueTile, DoutTile>(dp, shared + Shape::kValue + (kSharesKeys ? 0 : warpgroup * 8192),
-                                               dout(stage) + split_q * 128);
-          if constexpr (kSharesKeys) {
-            // The other half of the tile before; of the first tile: zeros.
-            const unsigned row = load_shared_u32(query_info(stage) + 8);
-            add_dquery(params, late_dq, late_row == kNoRow ? row : late_row, first_unit_k / 2 + kWidthK / 32, warp,
-                       lane);
-            late_row = row;
-          }
-          const bool is_mixed = (tile_info & kIsMixed) != 0 || is_poisoned_tile;
-          const int lane_q = tile * kQTile + split_q + 2 * (lane % 4);
-          if constexpr (kIsPlain) {
-            wgmma_wait<1>();
-            wgmma_touch(s);
-            if (is_mixed) {
-              const KeyBlock block = block_of(number);
-              Mask mask;
-              mask.bind(common, outer_index(common, block.outer), block.kv_head * group + member_of(stage));
-              mixed_probs(mask, s, factor, lane_q, lane_kv, poisoned);
-            } else {
-#pragma unroll
-              for (int i = 0; i < 4 * kTiles; ++i) s[i / 4][i % 4] = exp2_approx(s[i / 4][i % 4] * factor);
-            }
-            wgmma_wait<0>();
-            wgmma_touch(dp);
-            if (is_mixed) {
-#pragma unroll
-              for (int i = 0; i < 4 * kTiles; ++i)
-                dp[i / 4][i % 4] = is_dead(s[i / 4][i % 4]) ? 0.0f : dp[i / 4][i % 4];
-            }
-#pragma unroll
-            for (int i = 0; i < 4 * kTiles; ++i) dp[i / 4][i % 4] *= s[i / 4][i % 4];
-          } else {
-            const int member = member_of(stage);
-            if (member != bound_member) {
-              if (bound_member >= 0) head.flush_head();
-              const KeyBlock block = block_of(number);
-              head.bind(params, outer_index(common, block.outer), block.kv_head * group + member);
-              bound_member = member;
-            }
-            wgmma_wait<0>();
-            wgmma_touch(s);
-            wgmma_touch(dp);
-            if (is_mixed) {
-              score_gradients<true>(head, s, dp, lane_statistics, lane_q, lane_kv, poisoned, lane);
-            } else {
-              score_gradients<false>(head, s, dp, lane_statistics, lane_q, lane_kv, 0, lane);
-            }
-          }
-          uint32_t probs[kTiles / 2][4], dscores[kTiles / 2][4];
-          pack(probs, s);
-          pack(dscores, dp);
-          const uint32_t score_offset = step % Shape::kScoreStages * ScoreTile::kBytes;
-          store_scores(lane_scores + score_offset, dscores);
-          if constexpr (kSharesKeys)
-            store_scores(lane_scores + (Shape::kProbs - Shape::kDscores) + score_offset, probs);
-          fence_proxy_async();
-          if constexpr (!kSharesKeys) multiply_keys<DoutTile>(acc_dv, probs, dout(stage));
-          named_barrier_sync(kBoth, Shape::kConsumers);
-          const uint32_t score_tile = shared + Shape::kDscores + score_offset;
-          if constexpr (kSharesKeys) {
-            multiply_keys<DoutTile>(acc_dv, score_tile + (Shape::kProbs - Shape::kDscores),
-                                    dout(stage) + first_unit_v / 8 * DoutTile::kChunkBytes);
-            // Additions keep a warp for as long as the products take, so half of them wait for the next scores.
-            float dq[kWidthK / 16][4], other_dq[kWidthK / 16][4];
-            const uint32_t key_columns = shared + first_unit_k / 8 * KeyTile::kChunkBytes;
-            multiply_dquery(dq, score_tile, key_columns);
-            multiply_dquery(other_dq, score_tile, key_columns + (kWidthK == 128 ? KeyTile::kChunkBytes : 64));
-            wgmma_wait<2>();
-            wgmma_touch(acc_dv);
-            if (is_leader) mbarrier_arrive(dout_empty(stage));
-            multiply_keys<QueryTile>(acc_dk, score_tile, query(stage) + first_unit_k / 8 * QueryTile::kChunkBytes);
-            wgmma_wait<2>();
-            wgmma_touch(dq);
-            add_dquery(params, dq, late_row, first_unit_k / 2, warp, lane);
-            wgmma_wait<0>();
-            wgmma_touch(other_dq);
-            // No plain copy: ptxas would keep the accumulators, and wait for all products before they are read.
-            const unsigned zero = opaque(0u);
-#pragma unroll
-            for (int i = 0; i < kWidthK / 4; ++i)
-              late_dq[i / 4][i % 4] = __uint_as_float(__float_as_uint(other_dq[i / 4][i % 4]) | zero);
-          } else {
-            const auto dquery_of = [&](auto tiles, uint32_t dscore_rows, uint32_t key_columns) {
-              float dq[decltype(tiles)::kValue][4];
-              const uint32_t row = load_shared_u32(query_info(stage) + 8);  // now: later it would be waited for
-              multiply_dquery(dq, dscore_rows, key_columns);
-              wgmma_wait<1>();
-              wgmma_touch(acc_dv);
-              if (is_leader) mbarrier_arrive(dout_empty(stage));
-              multiply_keys<QueryTile>(acc_dk, dscores, query(stage));
-              wgmma_wait<1>();
-              wgmma_touch(dq);
-              const int slot = begin_part(part, warpgroup);
-              stage_dquery(dq, slot, warp, lane);
-              if (is_leader) {
-                store_shared_8(part_info(slot), kAddDquery, row);
-                if constexpr (Config::kDeterministic) {
-                  store_shared_8(part_info(slot) + 8, load_shared_u32(query_info(stage) + 12),
-                                 load_shared_u32(block_info(number)) + 1);
-                }
-              }
-              end_part(&part, slot);
-            };
-            if constexpr (kQTile == 128) {
-              dquery_of(Integer<kWidthK / 8>{}, score_tile + warpgroup * 8192, shared);
-            } else if constexpr (kWidthK == 128) {
-              dquery_of(Integer<8>{}, score_tile, shared + warpgroup * KeyTile::kChunkBytes);
-            } else if (warpgroup == 0) {
-              dquery_of(Integer<8>{}, score_tile, shared);
-            } else if constexpr (Shape::kNumDqueryParts == 2) {
-              dquery_of(Integer<(kWidthK - 64) / 8>{}, score_tile, shared + KeyTile::kChunkBytes);
-            } else {
-              wgmma_wait<0>();
-              wgmma_touch(acc_dv);
-              if (is_leader) mbarrier_arrive(dout_empty(stage));
-              multiply_keys<QueryTile>(acc_dk, dscores, query(stage));
-            }
-          }
-          wgmma_wait<0>();
-          wgmma_touch(acc_dk);
-          if (is_leader) mbarrier_arrive(query_empty(stage));
-          tile_info = receive_tile(++step);
-        } while ((tile_info & kIsFirst) == 0);
-        if constexpr (kSharesKeys) add_dquery(params, late_dq, late_row, first_unit_k / 2 + kWidthK / 32, warp, lane);
-      }
-      if constexpr (!kIsPlain) {
-        if (bound_member >= 0) head.flush_head();
-      }
-      const float scale = load_shared_f32(block_info(number) + 12);
-      if constexpr (kSharesKeys) {
-        // Keys and values are read by both warpgroups and become the place of dK and dV.
-        named_barrier_sync(kBoth, Shape::kConsumers);
-        const KeyBlock block = block_of(number);
-        const OuterIndex outer = outer_index(common, block.outer);
-        const int first = block.tile * kKvTile + key_row, num_rows = common.kv_seq_len - first;
-        if (params.dvalue.data != nullptr) {
-          store_rows<ValueTile>(
-              acc_dv, 1.0f, shared + Shape::kValue, key_row, first_unit_v,
-              at_outer<Element>(params.dvalue, outer, block.kv_head) + first * params.dvalue.row_stride,
-              params.dvalue.row_stride, num_rows, common.value_head_dim, lane);
+    while (true) {
+      const int stage = ring.stage;
+      mbarrier_wait(query_full(stage), ring.parity);
+      const Chunk8 info = load_shared_8(query_info(stage));
+      const int tile_info = static_cast<int>(info.word[0]), member = static_cast<int>(info.word[1]);
+      if (tile_info == kEnd) break;
+      const int tile = tile_info / kTileUnit;
+      if (step == 0) {
+        mbarrier_wait(key_full(), 0);
+        mbarrier_wait(value_full(), 0);
+        if constexpr (!Mask::kIsTrivial) {
+          poisoned = clear_poisoned_keys(key_row, lane, &is_poisoned_tile) >> (lane / 4);
         }
-        if (params.dkey.data != nullptr) {
-          store_rows<KeyTile>(acc_dk, scale, shared, key_row, first_unit_k,
-                              at_outer<Element>(params.dkey, outer, block.kv_head) + first * params.dkey.row_stride,
-                              params.dkey.row_stride, num_rows, common.head_dim, lane);
+      }
+      if constexpr (kHasDeadRows) {
+        if (tile_info & kHasMarkedRows) {
+          mbarrier_wait(dout_full(stage), ring.parity);
+          clear_marked_rows(stage, 4 * warpgroup + warp, lane);
         }
-        fence_proxy_async();
-        mbarrier_arrive(keys_empty());
+      }
+      const uint32_t lane_statistics = statistics(stage) + 4 * (split_q + 2 * (lane % 4));
+      float s[kTiles][4], dp[kTiles][4];
+      start_scores<!kIsPlain>(s, lane_statistics);
+      start_scores<false>(dp, lane_statistics + 4 * kQTile);
+      wgmma_touch(s);  // both, and now: no accumulator may be written while a wgmma runs
+      wgmma_touch(dp);
+      multiply_scores<KeyTile, QueryTile>(s, shared + (kSharesKeys ? 0 : warpgroup * 8192),
+                                          query(stage) + split_q * 128);
+      mbarrier_wait(dout_full(stage), ring.parity);
+      multiply_scores<ValueTile, DoutTile>(dp, shared + Shape::kValue + (kSharesKeys ? 0 : warpgroup * 8192),
+                                           dout(stage) + split_q * 128);
+      const bool is_mixed = (tile_info & kIsMixed) != 0 || is_poisoned_tile;
+      const int lane_q = tile * kQTile + split_q + 2 * (lane % 4);
+      if constexpr (kIsPlain) {
+        wgmma_wait<1>();
+        wgmma_touch(s);
+        unsigned live[ceil_div(4 * kTiles, 32)];
+        if (is_mixed) {
+          const KeyBlock block = this_block();
+          Mask mask;
+          mask.bind(common, outer_index(common, block.outer), block.kv_head * group + member);
+          mixed_probs(mask, s, live, factor, lane_q, lane_kv, poisoned);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4 * kTiles; ++i) s[i / 4][i % 4] = exp2_approx(s[i / 4][i % 4] * factor);
+        }
+        wgmma_wait<0>();
+        wgmma_touch(dp);
+        if (is_mixed) {
+#pragma unroll
+          for (int i = 0; i < 4 * kTiles; ++i) {
+            const float ds = s[i / 4][i % 4] * dp[i / 4][i % 4];
+            dp[i / 4][i % 4] = (live[i / 32] >> i % 32) & 1u ? ds : 0.0f;
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4 * kTiles; ++i) dp[i / 4][i % 4] *= s[i / 4][i % 4];
+        }
       } else {
-        if (is_leader) mbarrier_arrive(keys_empty());
-        if (params.dvalue.data != nullptr) {
-          const int slot = begin_part(part, warpgroup);
-          pack_rows<typename Shape::ValueRows>(acc_dv, 1.0f, dquery(slot), 16 * warp, 0, lane);
-          if (is_leader) store_shared_8(part_info(slot), kStoreDvalue, number);
-          end_part(&part, slot);
+        if (member != bound_member) {
+          if (bound_member >= 0) head.flush_head();
+          const KeyBlock block = this_block();
+          head.bind(params, outer_index(common, block.outer), block.kv_head * group + member);
+          bound_member = member;
         }
-        if (params.dkey.data != nullptr) {
-          const int slot = begin_part(part, warpgroup);
-          pack_rows<typename Shape::KeyRows>(acc_dk, scale, dquery(slot), 16 * warp, 0, lane);
-          if (is_leader) store_shared_8(part_info(slot), kStoreDkey, number);
-          end_part(&part, slot);
+        wgmma_wait<0>();
+        wgmma_touch(s);
+        wgmma_touch(dp);
+        if (is_mixed) {
+          score_gradients<true>(head, s, dp, lane_statistics, lane_q, lane_kv, poisoned, lane);
+        } else {
+          score_gradients<false>(head, s, dp, lane_statistics, lane_q, lane_kv, 0, lane);
         }
       }
-      ++number;
+      uint32_t probs[kTiles / 2][4], dscores[kTiles / 2][4];
+      pack(probs, s);
+      pack(dscores, dp);
+      const uint32_t score_offset = score_stage * ScoreTile::kBytes;
+      store_scores(lane_scores + score_offset, dscores);
+      if constexpr (kSharesKeys) store_scores(lane_scores + (Shape::kProbs - Shape::kDscores) + score_offset, probs);
+      fence_proxy_async();
+      if constexpr (!kSharesKeys) multiply_keys<DoutTile>(acc_dv, probs, dout(stage));
+      named_barrier_sync(kBoth, Shape::kConsumers);
+      const uint32_t score_tile = shared + Shape::kDscores + score_offset;
+      if constexpr (kSharesKeys) {
+        multiply_keys<DoutTile>(acc_dv, score_tile + (Shape::kProbs - Shape::kDscores),
+                                dout(stage) + first_unit_v / 8 * DoutTile::kChunkBytes);
+        float dq[kWidthK / 8][4];
+        multiply_dquery(dq, score_tile, shared + first_unit_k / 8 * KeyTile::kChunkBytes);
+        wgmma_wait<1>();
+        wgmma_touch(acc_dv);
+        if (is_leader) mbarrier_arrive(dout_empty(stage));
+        multiply_keys<QueryTile>(acc_dk, score_tile, query(stage) + first_unit_k / 8 * QueryTile::kChunkBytes);
+        wgmma_wait<1>();
+        wgmma_touch(dq);
+        add_dquery(params, dq, member, tile, first_unit_k / 2, warp, lane);
+      } else {
+        const auto dquery_of = [&](auto tiles, uint32_t dscore_rows, uint32_t key_columns) {
+          float dq[decltype(tiles)::kValue][4];
+          multiply_dquery(dq, dscore_rows, key_columns);
+          wgmma_wait<1>();
+          wgmma_touch(acc_dv);
+          if (is_leader) mbarrier_arrive(dout_empty(stage));
+          multiply_keys<QueryTile>(acc_dk, dscores, query(stage));
+          wgmma_wait<1>();
+          wgmma_touch(dq);
+          const int slot = 2 * dquery_stage + warpgroup;
+          if (step >= Shape::kDqueryStages) named_barrier_sync(kDqueryEmpty + slot, 160);
+          stage_dquery(dq, slot, warp, lane);
+          if (is_leader) store_shared_8(dquery_info(slot), static_cast<uint32_t>(tile), static_cast<uint32_t>(member));
+          fence_proxy_async();
+          named_barrier_arrive(kDqueryFull + slot, 160);
+        };
+        if constexpr (kQTile == 128) {
+          dquery_of(Integer<kWidthK / 8>{}, score_tile + warpgroup * 8192, shared);
+        } else if constexpr (kWidthK == 128) {
+          dquery_of(Integer<8>{}, score_tile, shared + warpgroup * KeyTile::kChunkBytes);
+        } else if (warpgroup == 0) {
+          dquery_of(Integer<8>{}, score_tile, shared);
+        } else {
+          dquery_of(Integer<(kWidthK - 64) / 8>{}, score_tile, shared + KeyTile::kChunkBytes);
+        }
+        if (++dquery_stage == Shape::kDqueryStages) dquery_stage = 0;
+      }
+      wgmma_wait<0>();
+      wgmma_touch(acc_dk);
+      if (is_leader) mbarrier_arrive(query_empty(stage));
+      ring.advance();
+      score_stage ^= 1;
+      ++step;
+    }
+    if (step == 0 && !Config::kHasKvLengths) {  // no block ends with its loads under way
+      mbarrier_wait(key_full(), 0);
+      mbarrier_wait(value_full(), 0);
+    }
+    if constexpr (!kIsPlain) {
+      if (bound_member >= 0) head.flush_head();
     }
     if constexpr (!kSharesKeys) {
-      for (unsigned i = part < Shape::kDqueryStages ? 0 : part - Shape::kDqueryStages; i < part; ++i)
-        named_barrier_sync(kPartEmpty + part_slot(i, warpgroup), 160);
-      const int slot = part_slot(part, warpgroup);
-      if (is_leader) store_shared_u32(part_info(slot), kNoMoreParts);
-      named_barrier_arrive(kPartFull + slot, 160);
+      const int end_slot = 2 * dquery_stage + warpgroup;
+      for (int i = min_int(step, Shape::kDqueryStages); i > 0; --i) {
+        const int back = (dquery_stage + Shape::kDqueryStages - i) % Shape::kDqueryStages;
+        named_barrier_sync(kDqueryEmpty + 2 * back + warpgroup, 160);
+      }
+      if (is_leader) store_shared_8(dquery_info(end_slot), static_cast<uint32_t>(kEnd), 0);
+      named_barrier_arrive(kDqueryFull + end_slot, 160);
+    }
+    // Keys and values are read by both warpgroups and become the place of dK and dV.
+    named_barrier_sync(kBoth, Shape::kConsumers);
+    const KeyBlock block = this_block();
+    const OuterIndex outer = outer_index(common, block.outer);
+    const int first = kv_first + key_row, num_rows = common.kv_seq_len - first;
+    if (params.dvalue.data != nullptr) {
+      store_rows<ValueTile>(acc_dv, 1.0f, shared + Shape::kValue, key_row, first_unit_v,
+                            at_outer<Element>(params.dvalue, outer, block.kv_head) + first * params.dvalue.row_stride,
+                            params.dvalue.row_stride, num_rows, common.value_head_dim, lane);
+    }
+    if (params.dkey.data != nullptr) {
+      store_rows<KeyTile>(acc_dk, *at_outer<const float>(common.scale, outer), shared, key_row, first_unit_k,
+                          at_outer<Element>(params.dkey, outer, block.kv_head) + first * params.dkey.row_stride,
+                          params.dkey.row_stride, num_rows, common.head_dim, lane);
     }
   }
 
-  FKL_DEVICE int member_of(int stage) const { return static_cast<int>(load_shared_u32(query_info(stage) + 4)); }
-
-  // The next tile, or what stands for none.
-  FKL_DEVICE int receive_tile(unsigned step) const {
-    const int stage = static_cast<int>(step % kStages);
-    mbarrier_wait(query_full(stage), step / kStages % 2);
-    return static_cast<int>(load_shared_u32(query_info(stage)));
-  }
-
-  // A part is handed to the warp that moves it between `begin_part`, which waits for its slot, and `end_part`.
-  static FKL_DEVICE int part_slot(unsigned part, int warpgroup) {
-    return 2 * static_cast<int>(part % Shape::kDqueryStages) + warpgroup;
-  }
-  FKL_DEVICE int begin_part(unsigned part, int warpgroup) const {
-    const int slot = part_slot(part, warpgroup);
-    if (part >= Shape::kDqueryStages) named_barrier_sync(kPartEmpty + slot, 160);
-    return slot;
-  }
-  FKL_DEVICE void end_part(unsigned* part, int slot) const {
-    fence_proxy_async();
-    named_barrier_arrive(kPartFull + slot, 160);
-    ++*part;
-  }
-
-  // From registers, with kSharesKeys; `row` of the accumulator.
+  // From registers, with kSharesKeys.
   template <int kAccTiles>
-  FKL_DEVICE void add_dquery(const BackwardParams& params, const float (&dq)[kAccTiles][4], unsigned row,
+  FKL_DEVICE void add_dquery(const BackwardParams& params, const float (&dq)[kAccTiles][4], int member, int tile,
                              int first_pair, int warp, int lane) const {
     constexpr int kPairs = Config::kHeadDim / 16;
-    float* blocks = params.dquery_accumulator + static_cast<long long>(row) * Config::kHeadDim +
-                    (warp * kPairs + first_pair) * DqueryBlock::kFloats;
+    const KeyBlock block = this_block();
+    const int group = params.common.num_q_heads / params.common.num_kv_heads;
+    const long long row = padded_row(params, block.outer, block.kv_head * group + member) + tile * kQTile;
+    float* blocks =
+        params.dquery_accumulator + row * Config::kHeadDim + (warp * kPairs + first_pair) * DqueryBlock::kFloats;
 #pragma unroll
     for (int pair = 0; pair < kAccTiles / 2; ++pair) {
       if (first_pair + pair >= kPairs) break;
@@ -861,13 +700,14 @@ FKL_DEVICE void backward_keys_sm90(const BackwardParams& params) {
   const Kernel kernel{shared_address(backward_shared_sm90)};
   const int warp = warp_index();
   if (threadIdx.x == 0) kernel.init_barriers();
+  if (threadIdx.x == 32) kernel.find_block(params.common);
   __syncthreads();
   if (warp < 4) {
     register_count_decrease<Kernel::kOtherRegisters>();
     if (warp == 0) {
       kernel.produce(params);
     } else if (!Kernel::kSharesKeys && warp < 3) {
-      kernel.move_parts(params, warp - 1);
+      kernel.reduce_dquery(params, warp - 1);
     }
   } else {
     register_count_increase<Kernel::kConsumerRegisters>();

@@ -65,14 +65,12 @@ FKL_DEVICE float chunk_dot(const Chunk16& a, const Chunk16& b) {
 
 constexpr int kBackwardRowThreads = 128;
 
-// lse_log2 and delta of kQTile rows. `store(row, lse_log2, delta, is_marked)`.
+// lse_log2 and delta of kQTile rows; eight lanes share a row. `store(row, lse_log2, delta, is_marked)`.
 template <class Config, class Store>
 FKL_DEVICE void preprocess_rows(const BackwardParams& params, Store store) {
   using Element = typename Config::Element;
+  constexpr int kLanesPerRow = 8, kRowsAtOnce = kBackwardRowThreads / kLanesPerRow;
   constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Element));
-  // A chunk per lane, or several.
-  constexpr int kLanesPerRow = min_int(16, floor_power_of_two(Config::kValueHeadDim / kElements));
-  constexpr int kRowsAtOnce = kBackwardRowThreads / kLanesPerRow;
   const CommonParams& common = params.common;
   const RowBlock block = RowBlock::of(common, blockIdx.x, Config::kQTile);
   const OuterIndex outer = outer_index(common, block.outer);
@@ -85,60 +83,43 @@ FKL_DEVICE void preprocess_rows(const BackwardParams& params, Store store) {
   const long long row0 = padded_row(params, block.outer, block.head);
   const int lane = static_cast<int>(threadIdx.x) % kLanesPerRow;
 
-  // Several rows at once: the kernel waits for memory and little else.
-  constexpr int kBatch = min_int(4, Config::kQTile / kRowsAtOnce);
-  static_assert(Config::kQTile % (kBatch * kRowsAtOnce) == 0, "whole batches");
-  for (int r0 = static_cast<int>(threadIdx.x) / kLanesPerRow; r0 < Config::kQTile; r0 += kBatch * kRowsAtOnce) {
-    const int q0 = block.tile * Config::kQTile + r0;
-    const Element *dout_row = dout + q0 * params.dout.row_stride, *out_row = out + q0 * params.out.row_stride;
-    float sum[kBatch], row_lse[kBatch];
-    bool is_marked[kBatch];
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int q = q0 + b * kRowsAtOnce;
-      row_lse[b] = q < common.q_seq_len ? lse[q] : -infinity();
-      sum[b] = 0.0f;
-      is_marked[b] = false;
-    }
-#pragma unroll 1
-    for (int chunk = lane; chunk < Config::kValueHeadDim / kElements; chunk += kLanesPerRow) {
-      Chunk16 x[kBatch], y[kBatch];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int columns = q0 + b * kRowsAtOnce < common.q_seq_len ? common.value_head_dim : 0;
-        x[b] = load_row_chunk<Config::kAligned>(dout_row + b * (kRowsAtOnce * params.dout.row_stride), chunk, columns);
-        y[b] = load_row_chunk<Config::kAligned>(out_row + b * (kRowsAtOnce * params.out.row_stride), chunk, columns);
+#pragma unroll 4
+  for (int r = static_cast<int>(threadIdx.x) / kLanesPerRow; r < Config::kQTile; r += kRowsAtOnce) {
+    const int q = block.tile * Config::kQTile + r;
+    float sum = 0.0f, row_lse = -infinity();
+    bool is_marked = false;
+    if (q < common.q_seq_len) {
+      row_lse = lse[q];
+      // With sinks a row without a live key has the sink as its LSE: nothing here tells it from the others.
+      const bool may_be_dead = Config::kHasSinks || row_lse == -infinity();
+      for (int chunk = lane; chunk < Config::kValueHeadDim / kElements; chunk += kLanesPerRow) {
+        const Chunk16 x =
+            load_row_chunk<Config::kAligned>(dout + q * params.dout.row_stride, chunk, common.value_head_dim);
+        const Chunk16 y =
+            load_row_chunk<Config::kAligned>(out + q * params.out.row_stride, chunk, common.value_head_dim);
+        sum += chunk_dot<Element>(x, y);
+        if (may_be_dead) is_marked |= has_non_finite<Element>(x);
       }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        sum[b] += chunk_dot<Element>(x[b], y[b]);
-        // With sinks a row without a live key has the sink as its LSE: nothing here tells it from the others.
-        if (Config::kHasSinks || row_lse[b] == -infinity()) is_marked[b] |= has_non_finite<Element>(x[b]);
-      }
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int q = q0 + b * kRowsAtOnce;
-      if (q < common.q_seq_len && (Config::kHasSinks || row_lse[b] == -infinity())) {
+      if (may_be_dead) {
         for (int chunk = lane; chunk < Config::kHeadDim / kElements; chunk += kLanesPerRow) {
-          is_marked[b] |= has_non_finite<Element>(
+          is_marked |= has_non_finite<Element>(
               load_row_chunk<Config::kAligned>(query + q * common.query.row_stride, chunk, common.head_dim));
         }
       }
-#pragma unroll
-      for (int bit = 1; bit < kLanesPerRow; bit *= 2) sum[b] += shuffle_xor(sum[b], bit);
-      const unsigned row_lanes = ((1u << kLanesPerRow) - 1u) << (threadIdx.x % kWarpSize / kLanesPerRow * kLanesPerRow);
-      const bool is_marked_row = (__ballot_sync(0xffffffffu, is_marked[b]) & row_lanes) != 0;
-      float lse_log2, delta;
-      if (row_lse[b] == -infinity()) {
-        lse_log2 = infinity();
-        delta = is_marked_row ? 1.0f : 0.0f;
-      } else {
-        lse_log2 = is_marked_row ? not_a_number() : row_lse[b] * kLog2e;
-        delta = sum[b] - (dlse == nullptr ? 0.0f : dlse[head_rows + q]);
-      }
-      if (lane == 0) store(row0 + q, lse_log2, delta, is_marked_row);
     }
+#pragma unroll
+    for (int bit = 1; bit < kLanesPerRow; bit *= 2) sum += shuffle_xor(sum, bit);
+    const unsigned row_lanes = 0xffu << (threadIdx.x % kWarpSize / kLanesPerRow * kLanesPerRow);
+    is_marked = (__ballot_sync(0xffffffffu, is_marked) & row_lanes) != 0;
+    float lse_log2, delta;
+    if (row_lse == -infinity()) {
+      lse_log2 = infinity();
+      delta = is_marked ? 1.0f : 0.0f;
+    } else {
+      lse_log2 = is_marked ? not_a_number() : row_lse * kLog2e;
+      delta = sum - (dlse == nullptr ? 0.0f : dlse[head_rows + q]);
+    }
+    if (lane == 0) store(row0 + q, lse_log2, delta, is_marked);
   }
 }
 
@@ -196,14 +177,9 @@ struct DqueryOrder {
   static FKL_DEVICE int index(int m, int n) { return m * (kColumns / 16) + n; }
 };
 
-FKL_DEVICE void add_dscale(const BackwardParams& params, const RowBlock& block, float dscale) {
-  reduce_add_global(at_outer<float>(params.dscale_result, outer_index(params.common, block.outer)), dscale);
-}
-
-// dQ from the float accumulator, times the scale, and the block's term of dscale = sum of q . (dS K), which is right
-// for a scale of 0 too: `store_dscale(block, term)`.
-template <class Config, class Order, class StoreDscale>
-FKL_DEVICE void finish_rows(const BackwardParams& params, StoreDscale store_dscale) {
+// dQ from the float accumulator, times the scale, and dscale = sum of q . (dS K), which is right for a scale of 0 too.
+template <class Config, class Order>
+FKL_DEVICE void finish_rows(const BackwardParams& params) {
   using Element = typename Config::Element;
   constexpr int kBlocksN = Config::kHeadDim / 16, kBlocks = Config::kQTile / 16 * kBlocksN;
   constexpr int kWarps = kBackwardRowThreads / kWarpSize;
@@ -221,12 +197,11 @@ FKL_DEVICE void finish_rows(const BackwardParams& params, StoreDscale store_dsca
 
 #pragma unroll 4
   for (int index = static_cast<int>(threadIdx.x) / kWarpSize; index < kBlocks; index += kWarps) {
-    float values[2][4];
-    DqueryBlock::load(accumulator + Order::index(index / kBlocksN, index % kBlocksN) * DqueryBlock::kFloats, lane,
-                      values);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float (&value)[4] = values[half];
+      float value[4];
+      DqueryBlock::load(accumulator + Order::index(index / kBlocksN, index % kBlocksN) * DqueryBlock::kFloats, half,
+                        lane, value);
       const int q = q_first + index / kBlocksN * 16 + lane / 4 + 8 * half, first_column = index % kBlocksN * 16;
       const bool is_row = q < common.q_seq_len;
       if constexpr (Config::kHasDscale) {
@@ -248,7 +223,7 @@ FKL_DEVICE void finish_rows(const BackwardParams& params, StoreDscale store_dsca
   if constexpr (Config::kHasDscale) {
     extern __shared__ float backward_finish_shared[];
     const float sum = block_sum<kWarps>(dscale, backward_finish_shared);
-    if (threadIdx.x == 0) store_dscale(block, sum);
+    if (threadIdx.x == 0) reduce_add_global(at_outer<float>(params.dscale_result, outer), sum);
   }
 }
 
@@ -257,32 +232,27 @@ constexpr int backward_finish_sm80_shared_bytes = 4 * (kBackwardRowThreads / kWa
 
 template <class Config, class ScoreMod, class MaskMod>
 FKL_DEVICE void backward_finish_sm80(const BackwardParams& params) {
-  finish_rows<Config, DqueryOrder<Config>>(
-      params, [&](const RowBlock& block, float dscale) { add_dscale(params, block, dscale); });
-}
-
-// One block adds up terms of dscale, `per_outer` of each outer element, in a fixed order.
-FKL_DEVICE void sum_dscale(const BackwardParams& params, const float* terms, int per_outer) {
-  extern __shared__ float backward_sum_shared[];
-  for (long long o = 0; o < params.common.num_outer; ++o) {
-    const float* term = terms + o * per_outer;
-    float sum = 0.0f;
-    for (int i = static_cast<int>(threadIdx.x); i < per_outer; i += kBackwardRowThreads) sum += term[i];
-    sum = block_sum<kBackwardRowThreads / kWarpSize>(sum, backward_sum_shared);
-    if (threadIdx.x == 0) *at_outer<float>(params.dscale_result, outer_index(params.common, o)) += sum;
-    __syncthreads();
-  }
+  finish_rows<Config, DqueryOrder<Config>>(params);
 }
 
 template <class Config>
 constexpr int backward_sum_dscale_sm80_shared_bytes = 4 * (kBackwardRowThreads / kWarpSize);
 
-// Deterministic calls: the blocks of backward_queries_sm80 left their terms in `scratch`.
+// Deterministic calls: one block adds up what the blocks of backward_queries_sm80 left in `scratch`, in a fixed order.
 template <class Config, class ScoreMod, class MaskMod>
 FKL_DEVICE void backward_sum_dscale_sm80(const BackwardParams& params) {
   if constexpr (Config::kHasDscale) {
-    const int per_outer = params.common.num_q_heads * ceil_div(params.common.q_seq_len, Config::kQueriesQTile);
-    sum_dscale(params, static_cast<const float*>(params.scratch), per_outer);
+    extern __shared__ float backward_sum_shared[];
+    const CommonParams& common = params.common;
+    const int per_outer = common.num_q_heads * ceil_div(common.q_seq_len, Config::kQueriesQTile);
+    for (long long o = 0; o < common.num_outer; ++o) {
+      const float* partial = static_cast<const float*>(params.scratch) + o * per_outer;
+      float sum = 0.0f;
+      for (int i = static_cast<int>(threadIdx.x); i < per_outer; i += kBackwardRowThreads) sum += partial[i];
+      sum = block_sum<kBackwardRowThreads / kWarpSize>(sum, backward_sum_shared);
+      if (threadIdx.x == 0) *at_outer<float>(params.dscale_result, outer_index(common, o)) += sum;
+      __syncthreads();
+    }
   }
 }
 

@@ -290,44 +290,41 @@ FKL_DEVICE void store_accumulators(Element* data, long long row_stride, int firs
 // ---- The float accumulator of dQ.
 //
 // A tile of kQTile rows is stored as blocks of 16 x 16 in the order of the fragments, so that one instruction of a warp
-// adds to 128 (512 from sm_90 on, the four values of an accumulator) contiguous bytes. Block (m, pair) is block
-// m * pairs + pair; its value `i` of row g + 8 * half (0, 1: columns 2t, 2t + 1; 2, 3: columns 8 + 2t, 9 + 2t) is here:
+// adds to 128 (512 from sm_90 on, four values per lane) contiguous bytes. Block (m, pair) is block m * pairs + pair;
+// its value `i` (0, 1: columns 2t, 2t + 1; 2, 3: columns 8 + 2t, 9 + 2t) of row g + 8 * half is here:
 struct DqueryBlock {
   static constexpr int kFloats = 256;
   static FKL_DEVICE int offset(int half, int lane, int i) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    return 128 * (i / 2) + 4 * lane + 2 * half + i % 2;
+    return 128 * half + 4 * lane + i;
 #else
     return 128 * half + 32 * i + lane;
 #endif
   }
-  static FKL_DEVICE void load(const float* block, int lane, float (&value)[2][4]) {
+  static FKL_DEVICE void load(const float* block, int half, int lane, float (&value)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const Chunk16 chunk = load_global_16(block + offset(half, lane, 0));
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      const Chunk16 chunk = load_global_16(block + offset(0, lane, 2 * tile));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) value[i / 2][2 * tile + i % 2] = __uint_as_float(chunk.word[i]);
-    }
+    for (int i = 0; i < 4; ++i) value[i] = __uint_as_float(chunk.word[i]);
 #else
 #pragma unroll
-    for (int i = 0; i < 8; ++i) value[i / 4][i % 4] = block[offset(i / 4, lane, i % 4)];
+    for (int i = 0; i < 4; ++i) value[i] = block[offset(half, lane, i)];
 #endif
   }
   // `left` and `right`: the accumulators of the block's two n tiles.
   static FKL_DEVICE void add(float* block, int lane, const float (&left)[4], const float (&right)[4]) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    reduce_add_global_4(block + offset(0, lane, 0), left[0], left[1], left[2], left[3]);
-    reduce_add_global_4(block + offset(0, lane, 2), right[0], right[1], right[2], right[3]);
-#else
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+      reduce_add_global_4(block + offset(half, lane, 0), left[2 * half], left[2 * half + 1], right[2 * half],
+                          right[2 * half + 1]);
+#else
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         reduce_add_global(block + offset(half, lane, i), i < 2 ? left[2 * half + i] : right[2 * half + i - 2]);
       }
-    }
 #endif
+    }
   }
 };
 
