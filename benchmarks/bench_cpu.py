@@ -335,17 +335,25 @@ def markdown(rows: Sequence[Row], facts: dict[str, Any]) -> str:
         f"{facts['rounds']} rounds; load average {facts['load']} at the start, "
         f"{others} of the machine used by other processes.",
         "",
+        *table(rows),
+    ]
+    return "\n".join(lines)
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines of Markdown."""
+    lines = [
         "| what | reference | ours | figure | required | |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
         verdict = {True: "pass", False: "**FAIL**", None: ""}[row.passed]
-        figure = f"{row.figure:.2f}" if row.unit == "x" else f"{row.figure:.0f}"
+        digits = 2 if row.unit in ("x", "s") else 0
         lines.append(
-            f"| {row.what} | {row.reference} | {row.ours} | {figure} {row.unit} "
-            f"| {row.required} | {verdict} |"
+            f"| {row.what} | {row.reference} | {row.ours} "
+            f"| {row.figure:.{digits}f} {row.unit} | {row.required} | {verdict} |"
         )
-    return "\n".join(lines)
+    return lines
 
 
 # --- command line ---------------------------------------------------------------------

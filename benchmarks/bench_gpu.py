@@ -2,19 +2,24 @@
 
     python benchmarks/bench_gpu.py                         # Markdown table
     python benchmarks/bench_gpu.py --output results/h200   # and .jsonl, .md, .png
-    python benchmarks/bench_gpu.py --only "causal" --rounds 5
+    python benchmarks/bench_gpu.py --only "causal,decode" --rounds 5
+    python benchmarks/bench_gpu.py --family sm80           # the portable kernels
+    python benchmarks/bench_gpu.py --check                 # status 1 if one misses
 
 Inputs are random. Each call is enqueued often enough to fill `--fill` milliseconds and
 the host waits once; peers and ours take turns, and the figure is the median over the
 rounds. The GPU's clock moves with its power limit, so the ratio to a peer of the same
 run is what counts, not the TFLOP/s. Backward figures count 2.5 times the FLOPs of the
-forward and are the time of a whole gradient less that of the forward.
+forward and are the time of a whole gradient less that of the forward. What a workload
+has to reach is in `targets.py`; where that is a ratio to another workload of ours, both
+take turns, too.
 """
 
 import argparse
 import dataclasses
 import importlib
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -27,6 +32,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import fkl_jax
+from fkl_jax import _config
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # `python -P` leaves it out
+from targets import targets_of  # noqa: E402
 
 Call = Callable[[], Any]
 
@@ -286,8 +295,15 @@ def seconds_each(
     return {name: statistics.median(x) for name, x in samples.items()}
 
 
-def calls_of(work: Workload, gradient: bool, with_torch: bool) -> dict[str, Call]:
+OTHER = "fkl_jax: "  # in front of the name of another workload of ours
+
+
+def calls_of(
+    work: Workload, gradient: bool, args: argparse.Namespace
+) -> dict[str, Call]:
     calls = {"fkl_jax": jax_call(ours(work), work, gradient)}
+    if args.alone:
+        return calls
     for name, make in JAX_PEERS.items():
         try:
             attend = make(work)
@@ -296,7 +312,7 @@ def calls_of(work: Workload, gradient: bool, with_torch: bool) -> dict[str, Call
             continue
         if attend is not None:
             calls[name] = jax_call(attend, work, gradient)
-    if with_torch:
+    if args.torch:
         try:
             calls |= torch_calls(work, gradient)
         except Exception as e:
@@ -305,28 +321,47 @@ def calls_of(work: Workload, gradient: bool, with_torch: bool) -> dict[str, Call
 
 
 def measure(work: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    seconds = seconds_each(
-        calls_of(work, work.backward, args.torch), args.rounds, args.fill
-    )
+    targets = targets_of(family(args), work.name)
+    calls = calls_of(work, work.backward, args)
+    for name in {t.against for t in targets} - {""}:
+        other = next(w for w in WORKLOADS if w.name == name)
+        calls[OTHER + name] = jax_call(ours(other), other, gradient=False)
+    seconds = seconds_each(calls, args.rounds, args.fill)
     if work.backward:
         forward = dataclasses.replace(work, backward=False)
-        less = seconds_each(
-            calls_of(forward, False, args.torch), args.rounds, args.fill
-        )
+        less = seconds_each(calls_of(forward, False, args), args.rounds, args.fill)
         seconds = {n: s - less[n] for n, s in seconds.items() if n in less}
     mine = seconds["fkl_jax"]
+    others = {n: seconds.pop(n) for n in list(seconds) if n.startswith(OTHER)}
     peers = {name: s for name, s in seconds.items() if name != "fkl_jax"}
     best = min(peers, key=peers.__getitem__, default=None)
     is_decode = work.q_seq_len == 1
     amount, unit = (work.bytes, "TB/s") if is_decode else (work.flops, "TFLOP/s")
+    rate = {name: amount / s * 1e-12 for name, s in seconds.items()}
+    required = []
+    for target in targets:
+        figure = rate["fkl_jax"]
+        if target.against:
+            cost = mine / others[OTHER + target.against]
+            figure = 1 / cost if target.faster else cost
+        required.append(
+            {"text": target.words(figure), "passed": target.verdict(figure)}
+        )
     return {
         "workload": work.name,
         "unit": unit,
-        "rate": {name: amount / s * 1e-12 for name, s in seconds.items()},
+        "rate": rate,
         "milliseconds": {name: 1e3 * s for name, s in seconds.items()},
         "best_peer": best,
         "ratio": peers[best] / mine if best else None,
+        "required": required,
     }
+
+
+def family(args: argparse.Namespace) -> str:
+    """Of kernels; the best that the GPU has unless one is asked for."""
+    major = jax.devices("cuda")[0].compute_capability.split(".")[0]
+    return args.family or ("sm90" if major == "9" else "sm80")
 
 
 # --- report ---------------------------------------------------------------------------
@@ -337,10 +372,13 @@ def markdown(rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> str:
     lines = [
         f"{facts['gpu']}, driver for CUDA {facts['driver']}, NVRTC {facts['nvrtc']}; "
         f"JAX {facts['jax']}, fkl_jax {facts['fkl_jax']}. bfloat16, random inputs, "
-        f"medians of {facts['rounds']} rounds of one run. `{facts['command']}`",
+        f"medians of {facts['rounds']} rounds of one run, kernel family "
+        f"{facts['family']}. `{facts['command']}`",
         "",
-        "| workload | unit | " + " | ".join(names) + " | ratio to the best peer |",
-        "|---" * (len(names) + 3) + "|",
+        "| workload | unit | "
+        + " | ".join(names)
+        + " | ratio to the best peer | required |",
+        "|---" * (len(names) + 4) + "|",
     ]
     for row in rows:
         digits = 2 if row["unit"] == "TB/s" else 0
@@ -348,8 +386,13 @@ def markdown(rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> str:
             f"{row['rate'][n]:.{digits}f}" if n in row["rate"] else "" for n in names
         ]
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        required = "; ".join(
+            f"{r['text']}: {'pass' if r['passed'] else '**MISS**'}"
+            for r in row["required"]
+        )
         lines.append(
-            f"| {row['workload']} | {row['unit']} | {' | '.join(cells)} | {ratio} |"
+            f"| {row['workload']} | {row['unit']} | {' | '.join(cells)} | {ratio} "
+            f"| {required} |"
         )
     return "\n".join(lines)
 
@@ -378,14 +421,23 @@ def main(argv: list[str] | None = None) -> int:
         description="Measure the CUDA backend against its peers.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--only", default="", help="workloads whose name has this")
+    parser.add_argument(
+        "--only", default="", help="workloads whose name has one of these, by commas"
+    )
+    parser.add_argument(
+        "--family", choices=("sm80",), help="kernels of this family, not the best one"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--fill", type=float, default=15, help="ms of a round per call")
     parser.add_argument("--torch", action="store_true", help="PyTorch's attention too")
+    parser.add_argument("--alone", action="store_true", help="no peers")
+    parser.add_argument("--check", action="store_true", help="fail on a missed target")
     parser.add_argument(
         "--output", type=pathlib.Path, help="stem of the files to write"
     )
     args = parser.parse_args(argv)
+    if args.family:
+        os.environ[_config.CUDA_FAMILY.name] = args.family
     try:
         device = jax.devices("cuda")[0]
     except RuntimeError as e:
@@ -401,12 +453,13 @@ def main(argv: list[str] | None = None) -> int:
         "nvrtc": f"{major}.{minor}",
         "jax": jax.__version__,
         "fkl_jax": fkl_jax.__version__,
+        "family": family(args),
         "rounds": args.rounds,
         "command": " ".join(["python", "benchmarks/bench_gpu.py", *sys.argv[1:]]),
     }
     rows = []
     for work in WORKLOADS:
-        if args.only not in work.name:
+        if not any(part.strip() in work.name for part in args.only.split(",")):
             continue
         rows.append(measure(work, args))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
@@ -420,7 +473,8 @@ def main(argv: list[str] | None = None) -> int:
             "".join(json.dumps(r) + "\n" for r in records)
         )
         chart(rows, args.output.with_suffix(".png"))
-    return 0
+    missed = any(not r["passed"] for row in rows for r in row["required"])
+    return 1 if args.check and missed else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import pathlib
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -190,13 +190,18 @@ def forward(
     config: ModelConfig,
     cache: Cache | None = None,
     position: jax.Array | int = 0,
+    *,
+    positions: jax.Array | None = None,
+    attention: Callable[..., jax.Array] = fkl_jax.attention,
 ) -> tuple[jax.Array, Cache]:
     """Logits (B, T, 256) of the next byte, and the cache with these tokens in it.
 
     With a cache the tokens stand at `position`, `position + 1`, ... and see what is
-    stored before them; slots from `position + T` on are not read.
+    stored before them; slots from `position + T` on are not read. Where the tokens are
+    a part of a sequence, `positions` (T,) says which, and `attention` sees the rest.
     """
-    positions = position + jnp.arange(tokens.shape[1])
+    if positions is None:
+        positions = position + jnp.arange(tokens.shape[1])
     x = params["embedding"][tokens]
     new_cache: Cache = []
     for index, layer in enumerate(params["layers"]):
@@ -213,7 +218,7 @@ def forward(
             place = {"q_offset": position, "kv_seq_lengths": num_used}
         new_cache.append((key, value))
         is_local = index % 2 == 0
-        out = fkl_jax.attention(
+        out = attention(
             query,
             key,
             value,
@@ -230,12 +235,17 @@ def forward(
     return logits, new_cache
 
 
+def bits_per_byte(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean over (B, T) of what it takes to code the targets."""
+    log_probs = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)
+    return -jnp.mean(chosen) / math.log(2)
+
+
 def loss_fn(params: Params, windows: jax.Array, config: ModelConfig) -> jax.Array:
     """Mean bits per byte over windows (B, T + 1)."""
     logits, _ = forward(params, windows[:, :-1], config)
-    log_probs = jax.nn.log_softmax(logits)
-    chosen = jnp.take_along_axis(log_probs, windows[:, 1:, None], axis=-1)
-    return -jnp.mean(chosen) / math.log(2)
+    return bits_per_byte(logits, windows[:, 1:])
 
 
 # --- training -------------------------------------------------------------------------

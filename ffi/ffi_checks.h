@@ -6,6 +6,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "cpu/dtype.h"
 
@@ -42,17 +43,19 @@ inline std::string ShapeText(std::span<const int64_t> dims) {
 }
 
 // Sizes that the kernels keep in an int; the limit leaves room for rounding up.
-inline int CheckedInt(int64_t size, const std::string& what, int64_t largest = int64_t{1} << 30) {
+// Texts are views: these run in every call, and mostly have nothing to say.
+inline int CheckedInt(int64_t size, std::string_view what, int64_t largest = int64_t{1} << 30) {
   if (size < 0 || size > largest) {
-    throw InvalidCall(what + " is " + std::to_string(size) + ", allowed are 0 to " + std::to_string(largest));
+    throw InvalidCall(std::string(what) + " is " + std::to_string(size) + ", allowed are 0 to " +
+                      std::to_string(largest));
   }
   return static_cast<int>(size);
 }
 
-inline void CheckSame(const std::string& what, int64_t value, const std::string& other_what, int64_t other) {
+inline void CheckSame(std::string_view what, int64_t value, std::string_view other_what, int64_t other) {
   if (value != other) {
-    throw InvalidCall(what + " is " + std::to_string(value) + ", " + other_what + " is " + std::to_string(other) +
-                      "; they must match");
+    throw InvalidCall(std::string(what) + " is " + std::to_string(value) + ", " + std::string(other_what) + " is " +
+                      std::to_string(other) + "; they must match");
   }
 }
 

@@ -6,6 +6,8 @@ from ._api import attention as attention
 from ._api import attention_with_lse as attention_with_lse
 from ._backends import FallbackWarning as FallbackWarning
 from ._block_mask import BlockMask as BlockMask
+from ._context_parallel import ring_attention as ring_attention
+from ._context_parallel import ulysses_attention as ulysses_attention
 from ._dot_product_attention import dot_product_attention as dot_product_attention
 from ._ffi import export_checks as export_checks
 from ._ffi import register as _register
@@ -22,6 +24,8 @@ from ._score_mods import RelativeBias as RelativeBias
 from ._score_mods import ScoreMod as ScoreMod
 from ._score_mods import SoftCap as SoftCap
 from ._score_mods import Temperature as Temperature
+from ._zigzag import zigzag_permute as zigzag_permute
+from ._zigzag import zigzag_unpermute as zigzag_unpermute
 
 __version__ = _version("fkl_jax")
 

@@ -3,7 +3,7 @@ operands."""
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 from . import _backends, _compose, _validate, _vjp
 from ._block_mask import BlockMask
 from ._compose import MaskModLike, ScoreModLike
-from ._mask_mods import Causal
+from ._mask_mods import Causal, MaskMod
 from ._score_mods import CallSizes
-from ._spec import AttentionSpec
+from ._spec import AttentionSpec, interned_spec
 
 Implementation = Literal["ffi", "xla"] | None
 CausalLike = bool | Literal["top_left", "bottom_right"]
@@ -119,111 +119,27 @@ def attention(
         >>> alibi = lambda s, b, h, q_idx, kv_idx: s - slopes[h] * (q_idx - kv_idx)
         >>> out = attention(q, k, v, causal=True, score_mod=alibi)
     """
-    query = _validate.as_array(query, "query")
-    key = _validate.as_array(key, "key")
-    value = _validate.as_array(value, "value")
-    _validate.check_qkv(query, key, value)
-    if isinstance(causal, np.bool_):
-        causal = bool(causal)
-    _validate.check_choice(causal, "causal", _validate.CAUSAL)
-    _validate.check_choice(implementation, "implementation", _validate.IMPLEMENTATIONS)
-    _validate.check_bool(return_lse, "return_lse")
-    _validate.check_bool(deterministic, "deterministic")
-
-    batch = query.shape[:-3]
-    t, n, h = query.shape[-3:]
-    s = key.shape[-3]
-    acc = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
-    operands: dict[str, Any] = {"query": query, "key": key, "value": value}
-    operands["scale"] = _validate.check_scale(scale, h, acc)
-    if bias is not None:
-        array = _validate.check_bias(
-            _validate.as_array(bias, "bias"), (*batch, n, t, s)
-        )
-        # float64 beside float32 inputs: the kernels read at most float32.
-        operands["bias"] = array.astype(acc) if array.dtype == jnp.float64 else array
-    if (q_segment_ids is None) != (kv_segment_ids is None):
-        raise _validate.half_of_segment_ids(q_segment_ids is None)
-    for name, ids, length in (
-        ("q_segment_ids", q_segment_ids, t),
-        ("kv_segment_ids", kv_segment_ids, s),
-    ):
-        if ids is not None:
-            operands[name] = _validate.check_integers(ids, name, (*batch, length))
-    for name, lengths in (
-        ("q_seq_lengths", q_seq_lengths),
-        ("kv_seq_lengths", kv_seq_lengths),
-    ):
-        if lengths is not None:
-            operands[name] = _validate.check_integers(lengths, name, batch)
-    for name, offset in (("q_offset", q_offset), ("kv_offset", kv_offset)):
-        if offset is not None:
-            operands[name] = _validate.check_offset(offset, name, batch)
-    if sinks is not None:
-        operands["sinks"] = _validate.check_sinks(sinks, n, acc)
-    blocks = (0, 0)
-    if block_mask is not None:
-        if not isinstance(block_mask, BlockMask):
-            raise TypeError(
-                f"attention: block_mask is a {type(block_mask).__name__}; wrap the "
-                "array in BlockMask(mask, block_q, "
-                "block_kv)."
-            )
-        blocks = (block_mask.block_q, block_mask.block_kv)
-        operands["block_mask"] = _validate.check_block_mask(
-            block_mask.mask, blocks, batch, n, t, s
-        )
-
-    scores, masks = _compose.split_mods(score_mod, mask_mod)
-    if causal is not False:
-        has_offset = q_offset is not None or kv_offset is not None
-        if causal is True and t != s and not has_offset:
-            raise _validate.ambiguous_causal(t, s)
-        if isinstance(causal, str) and has_offset:
-            raise _validate.causal_with_offsets(causal)
-        masks.insert(
-            0, _compose.bottom_right(t, s) if causal == "bottom_right" else Causal()
-        )
-    sizes = CallSizes(
-        batch=math.prod(batch),
-        num_q_heads=n,
-        q_seq_len=t,
-        kv_seq_len=s,
-        has_offsets=q_offset is not None or kv_offset is not None,
-    )
-    for mod in (*scores, *masks):
-        mod.check_call(sizes)
-    score, score_captures = _compose.trace_scores(scores, acc)
-    mask, mask_captures = _compose.trace_masks(masks)
-    if mask is not None:
-        mask = mask.with_captures_from(len(score_captures))
-    mods = [m for m in (score, mask) if m is not None]
-    # Iotas rather than constants inside a kernel: they shard like the batch and the
-    # heads, and stay global.
-    if any(m.program is None or m.program.uses("b") for m in mods):
-        count = sizes.batch
-        operands["batch_index"] = jnp.arange(count, dtype=jnp.int32).reshape(batch)
-    if any(m.program is None or m.program.uses("h") for m in mods):
-        operands["head_index"] = jnp.arange(n, dtype=jnp.int32)
-    captures = [jnp.asarray(c) for c in (*score_captures, *mask_captures)]
-    operands.update({f"capture.{k}": c for k, c in enumerate(captures)})
-
-    spec = AttentionSpec(
-        operands=tuple(operands),
-        num_batch_dims=len(batch),
-        score=score,
-        mask=mask,
-        num_score_captures=len(score_captures),
-        capture_ndims=tuple(c.ndim for c in captures),
-        block_q=blocks[0],
-        block_kv=blocks[1],
+    call = resolve(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
+        bias=bias,
+        causal=causal,
+        scale=scale,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_seq_lengths=q_seq_lengths,
+        kv_seq_lengths=kv_seq_lengths,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        sinks=sinks,
         deterministic=deterministic,
-        precision=_precision(precision),
+        precision=precision,
     )
-    chosen = _backends.choose(spec, operands, implementation)
-    run = _vjp.compiled_attention if chosen == "ffi" else _vjp.reference_attention
-    out, lse = run(spec)(*operands.values())
-    return (out, lse) if return_lse else out
+    return run(call, return_lse=return_lse, implementation=implementation)
 
 
 def attention_with_lse(
@@ -249,9 +165,183 @@ def attention_with_lse(
     return attention(query, key, value, return_lse=True, **options)
 
 
+class Call(NamedTuple):
+    """A checked call.
+
+    Attributes:
+        spec: what selects the code; its operands are the following two, in order.
+        operands: by role.
+        implied: types of operands that `_vjp.implied_operands` makes, by role.
+        masks: `causal` and all mask mods, as they were given.
+    """
+
+    spec: AttentionSpec
+    operands: dict[str, Any]
+    implied: dict[str, jax.ShapeDtypeStruct]
+    masks: list[MaskMod]
+
+
+def resolve(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+    bias: Any = None,
+    causal: Any = False,
+    scale: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    q_seq_lengths: Any = None,
+    kv_seq_lengths: Any = None,
+    q_offset: Any = None,
+    kv_offset: Any = None,
+    sinks: Any = None,
+    deterministic: bool = False,
+    precision: PrecisionLike = None,
+    sequence_shards: int = 1,
+    head_shards: int = 1,
+    first_head: Any = 0,
+) -> Call:
+    """Check the arguments of `attention` and turn them into a spec and operands.
+
+    The arrays may be a part of a larger call: one of `sequence_shards` equal parts of
+    its queries and keys, or one of `head_shards` of its heads, from `first_head` on.
+    Mods and `causal` mean the larger call; bias and block mask have the rows of the
+    part and the columns of the whole.
+    """
+    query = _validate.as_array(query, "query")
+    key = _validate.as_array(key, "key")
+    value = _validate.as_array(value, "value")
+    _validate.check_qkv(query, key, value)
+    if isinstance(causal, np.bool_):
+        causal = bool(causal)
+    _validate.check_choice(causal, "causal", _validate.CAUSAL)
+    _validate.check_bool(deterministic, "deterministic")
+
+    batch = query.shape[:-3]
+    t, n, h = query.shape[-3:]
+    s = key.shape[-3]
+    q_len, kv_len = sequence_shards * t, sequence_shards * s
+    acc = np.float64 if query.dtype == np.float64 else np.float32
+    operands: dict[str, Any] = {"query": query, "key": key, "value": value}
+    if scale is not None:
+        operands["scale"] = _validate.check_scale(scale, acc)
+    if bias is not None:
+        array = _validate.check_bias(
+            _validate.as_array(bias, "bias"), (*batch, n, t, kv_len)
+        )
+        # float64 beside float32 inputs: the kernels read at most float32.
+        operands["bias"] = array.astype(acc) if array.dtype == np.float64 else array
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        raise _validate.half_of_segment_ids(q_segment_ids is None)
+    if q_segment_ids is not None:
+        operands["q_segment_ids"], operands["kv_segment_ids"] = (
+            _validate.check_segment_ids(q_segment_ids, kv_segment_ids, batch, t, s)
+        )
+    for name, lengths in (
+        ("q_seq_lengths", q_seq_lengths),
+        ("kv_seq_lengths", kv_seq_lengths),
+    ):
+        if lengths is not None:
+            operands[name] = _validate.check_lengths(lengths, name, batch)
+    for name, offset in (("q_offset", q_offset), ("kv_offset", kv_offset)):
+        if offset is not None:
+            operands[name] = _validate.check_offset(offset, name, batch)
+    if sinks is not None:
+        operands["sinks"] = _validate.check_sinks(sinks, n, acc)
+    blocks = (0, 0)
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(
+                f"attention: block_mask is a {type(block_mask).__name__}; wrap the "
+                "array in BlockMask(mask, block_q, "
+                "block_kv)."
+            )
+        blocks = (block_mask.block_q, block_mask.block_kv)
+        operands["block_mask"] = _validate.check_block_mask(
+            block_mask.mask, blocks, batch, n, t, kv_len
+        )
+
+    scores, masks = _compose.split_mods(score_mod, mask_mod)
+    if causal is not False:
+        has_offset = q_offset is not None or kv_offset is not None
+        if causal is True and q_len != kv_len and not has_offset:
+            raise _validate.ambiguous_causal(q_len, kv_len)
+        if isinstance(causal, str) and has_offset:
+            raise _validate.causal_with_offsets(causal)
+        masks.insert(
+            0,
+            _compose.bottom_right(q_len, kv_len)
+            if causal == "bottom_right"
+            else _CAUSAL,
+        )
+    sizes = CallSizes(
+        batch=math.prod(batch),
+        num_q_heads=head_shards * n,
+        q_seq_len=q_len,
+        kv_seq_len=kv_len,
+        has_offsets=q_offset is not None or kv_offset is not None,
+    )
+    for mod in (*scores, *masks):
+        mod.check_call(sizes)
+    score, score_captures = _compose.trace_scores(scores, acc)
+    mask, mask_captures = _compose.trace_masks(masks)
+    if mask is not None:
+        mask = mask.with_captures_from(len(score_captures))
+    captures = [
+        c if isinstance(c, jax.Array) else jnp.asarray(c)
+        for c in (*score_captures, *mask_captures)
+    ]
+    operands.update({f"capture.{k}": c for k, c in enumerate(captures)})
+    # What shapes alone say is made inside the compiled program: an eager call does not
+    # dispatch it. Iotas rather than constants inside a kernel: they shard like the
+    # batch and the heads, and stay global.
+    mods = [m for m in (score, mask) if m is not None]
+    implied = {}
+    if scale is None:
+        implied["scale"] = jax.ShapeDtypeStruct((), acc)
+    if any(m.reads("b") for m in mods):
+        implied["batch_index"] = jax.ShapeDtypeStruct(batch, jnp.int32)
+    if any(m.reads("h") for m in mods):
+        if head_shards == 1:
+            implied["head_index"] = jax.ShapeDtypeStruct((n,), jnp.int32)
+        else:
+            heads = jnp.arange(n, dtype=jnp.int32)
+            operands["head_index"] = first_head + heads
+
+    spec = interned_spec(
+        operands=(*operands, *implied),
+        num_batch_dims=len(batch),
+        score=score,
+        mask=mask,
+        num_score_captures=len(score_captures),
+        capture_ndims=tuple(c.ndim for c in captures),
+        block_q=blocks[0],
+        block_kv=blocks[1],
+        deterministic=deterministic,
+        precision=_precision(precision),
+    )
+    return Call(spec, operands, implied, masks)
+
+
+def run(call: Call, *, return_lse: bool, implementation: Implementation) -> Any:
+    """Return out, and lse if asked for, of a call."""
+    _validate.check_choice(implementation, "implementation", _validate.IMPLEMENTATIONS)
+    _validate.check_bool(return_lse, "return_lse")
+    every = call.operands | call.implied
+    chosen = _backends.choose(call.spec, every, implementation)
+    compute = _vjp.compiled_attention if chosen == "ffi" else _vjp.reference_attention
+    out, lse = compute(call.spec, tuple(call.implied))(*call.operands.values())
+    return (out, lse) if return_lse else out
+
+
 # --- private -------------------------------------------------------------------------
 
 
+_CAUSAL = Causal()
 _PRECISIONS = {
     None: "default",
     "default": "default",

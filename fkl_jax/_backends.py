@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import _ffi
 from ._spec import AttentionSpec
 
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 # A sanity bound on head dims in the compiled backends; beyond it nobody has measured
 # anything.
 _MAX_HEAD_DIM = 1024
@@ -156,11 +157,7 @@ def _platform() -> str:
 
 
 def _why_not_cuda(spec: AttentionSpec, operands: dict[str, Any]) -> str | None:
-    if not all(isinstance(d, int) for x in operands.values() for d in x.shape):
-        return "the CUDA kernels need shapes that are numbers"
-    return _cuda_refusal(
-        spec, tuple((x.shape, jnp.dtype(x.dtype)) for x in operands.values())
-    )
+    return _cuda_refusal(spec, tuple((x.shape, x.dtype) for x in operands.values()))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,6 +167,8 @@ def _cuda_refusal(
     """Ask the code generator; an eager call must not print its kernels every time."""
     from ._codegen import forward_glue
 
+    if not all(isinstance(d, int) for shape, _ in arrays for d in shape):
+        return "the CUDA kernels need shapes that are numbers"
     try:
         forward_glue(spec, [jax.ShapeDtypeStruct(*array) for array in arrays])
     except NotImplementedError as refusal:

@@ -2,6 +2,7 @@
 static."""
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from . import _validate
 from ._compose import checked_mask
 from ._mask_mods import Causal, MaskMod, SlidingWindow, as_mask_mod
 
@@ -112,7 +114,8 @@ class BlockMask:
         """
         mod = as_mask_mod(mask_mod)
         mod.check_signature("mask_mod")
-        q_len, kv_len = _length(q_len, "q_len"), _length(kv_len, "kv_len")
+        q_len, kv_len = _size(q_len, "q_len"), _size(kv_len, "kv_len")
+        batch, heads = _size(batch, "batch"), _size(heads, "heads")
 
         def one(*indices: Any) -> Any:
             return checked_mask(mod(*indices), mod)
@@ -154,6 +157,8 @@ class BlockMask:
             q_ids: int (B, T); negative ids are padding.
             kv_ids: int (B, S); None means `q_ids`.
         """
+        _validate.check_fits_int32(q_ids, "q_ids of BlockMask.from_segment_ids")
+        _validate.check_fits_int32(kv_ids, "kv_ids of BlockMask.from_segment_ids")
         of_q = jnp.asarray(q_ids)
         of_kv = of_q if kv_ids is None else jnp.asarray(kv_ids)
         for name, ids in (("q_ids", of_q), ("kv_ids", of_kv)):
@@ -170,6 +175,7 @@ class BlockMask:
                 f"attention: q_ids has batch {of_q.shape[0]}, kv_ids "
                 f"{of_kv.shape[0]}; they must match."
             )
+        of_q, of_kv = _validate.segment_ids_to_int32(of_q, of_kv)
         q = _pad_to_blocks(of_q, 1, block_q, -1)
         kv = _pad_to_blocks(of_kv, 1, block_kv, -1)
 
@@ -231,13 +237,7 @@ class BlockMask:
 
 
 def _block_size(value: int, name: str) -> int:
-    try:
-        size = int(value.__index__())
-    except (AttributeError, jax.errors.TracerIntegerConversionError):
-        raise TypeError(
-            f"attention: {name} of BlockMask is {value!r}; it must be a Python int, "
-            "since the geometry is static."
-        ) from None
+    size = _static_int(value, name)
     if size <= 0:
         raise ValueError(
             f"attention: {name} of BlockMask is {size}; it must be positive."
@@ -245,11 +245,23 @@ def _block_size(value: int, name: str) -> int:
     return size
 
 
-def _length(value: int, name: str) -> int:
-    size = int(value)
+def _size(value: int, name: str) -> int:
+    size = _static_int(value, name)
     if size < 0:
-        raise ValueError(f"attention: {name} is {size}; a length must not be negative.")
+        raise ValueError(
+            f"attention: {name} of BlockMask is {size}; it must not be negative."
+        )
     return size
+
+
+def _static_int(value: int, name: str) -> int:
+    try:
+        return operator.index(value)
+    except (TypeError, jax.errors.TracerIntegerConversionError):
+        raise TypeError(
+            f"attention: {name} of BlockMask is {value!r}; it must be a Python int, "
+            "since the geometry is static."
+        ) from None
 
 
 def _pad_to_blocks(x: jax.Array, axis: int, block: int, value: Any) -> jax.Array:

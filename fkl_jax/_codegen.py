@@ -174,7 +174,6 @@ def _config(
         ("kHasSegmentIds", "q_segment_ids" in operands),
         ("kHasQLengths", "q_seq_lengths" in operands),
         ("kHasKvLengths", "kv_seq_lengths" in operands),
-        ("kHasOffsets", "q_offset" in operands or "kv_offset" in operands),
         ("kHasBlockMask", "block_mask" in operands),
         ("kHasSinks", "sinks" in operands),
         ("kMergedQuery", merges_query_heads(spec, operands)),

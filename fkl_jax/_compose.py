@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _trace
+from . import _avals, _trace
 from ._mask_mods import MaskMod, as_mask_mod
 from ._score_mods import Mod, ScoreMod, as_int
 from ._spec import TracedMod, compile_mod
@@ -25,6 +25,9 @@ class _CausalShifted(MaskMod):
     def __init__(self, shift: int):
         super().__init__(_causal_shifted, as_int(shift, "shift"))
 
+    def _distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return -self.params[0], None
+
     def _is_builtin(self) -> bool:
         return True
 
@@ -34,8 +37,10 @@ def _causal_shifted(b: Any, h: Any, q_idx: Any, kv_idx: Any, shift: Any) -> Any:
 
 
 def bottom_right(q_len: int, kv_len: int) -> MaskMod:
-    """Causal with the diagonal through the last query and the last key."""
-    return _CausalShifted(kv_len - q_len)
+    """Causal with the diagonal through the last query and the last key. The lengths may
+    be those of an export, which are not numbers."""
+    shift = kv_len - q_len
+    return _CausalShifted(shift if isinstance(shift, int) else jnp.asarray(shift))
 
 
 def split_mods(score_mod: Any, mask_mod: Any) -> tuple[list[ScoreMod], list[MaskMod]]:
@@ -70,12 +75,14 @@ def trace_scores(
     mods: Sequence[ScoreMod], dtype: Any
 ) -> tuple[TracedMod | None, list[Any]]:
     """Compose score mods; return the traced function and its captures."""
-    return _trace_all("score", tuple(mods), dtype)
+    with _avals.off_mesh():
+        return _trace_all("score", tuple(mods), dtype)
 
 
 def trace_masks(mods: Sequence[MaskMod]) -> tuple[TracedMod | None, list[Any]]:
     """Conjoin masks; return the traced function and its captures."""
-    return _trace_all("mask", tuple(mods), jnp.float32)
+    with _avals.off_mesh():
+        return _trace_all("mask", tuple(mods), jnp.float32)
 
 
 def checked_mask(value: Any, mod: Mod) -> Any:
@@ -140,6 +147,15 @@ def _trace_all(
             "Python branches on them."
         )
         raise
+    except Exception as e:
+        # JAX before 0.12 has no rule for this, and no public name for the error.
+        if type(e).__name__ == "ShardingTypeError":
+            e.add_note(
+                f"attention: {where} closes over an array that is sharded along "
+                "explicit axes of the mesh; pass the array as a parameter: "
+                "ScoreMod(function, array) or MaskMod(function, array)."
+            )
+        raise
     _trace.check_effects(jaxpr, where)
     capture_avals = tuple(jax.ShapeDtypeStruct(np.shape(c), c.dtype) for c in captures)
     key = _Key(jaxpr, kind, capture_avals, len(leaves), dtype, function)
@@ -165,7 +181,7 @@ class _Key:
         function: Any,
     ):
         self.args = (jaxpr, kind, captures, num_params, dtype, function)
-        self.text = None if _trace.has_custom_rules(jaxpr) else str(jaxpr)
+        self.text = str(jaxpr) if _trace.text_says_all(jaxpr) else None
         self._static = (kind, captures, num_params, str(dtype), self.text)
 
     def __hash__(self) -> int:

@@ -16,8 +16,6 @@ _MAX_SPLITS = 128  # kMaxSplits of device/attention/params.cuh
 _STATE_BYTES = 1024  # kMaxStateBytes of device/kernels/forward_sm80.cuh
 _WALK_BYTES = 64  # kMaxWalkBytes
 _WORK_BYTES = 1024  # kMaxWorkBytes of device/kernels/forward_sm90.cuh
-_NUM_WORKS, _NUM_PLANS = 4, 8  # kNumWorks of a persistent kernel, kNumPlans
-_ID_RANGE_HEADER_BYTES, _ID_RANGE_BYTES = 16, 8  # IdRanges
 _SWIZZLE_COLUMNS, _SWIZZLE_BYTES, _SWIZZLE_ALIGNMENT = 64, 128, 1024
 _WARPGROUP_ROWS, _WARPGROUP_THREADS = 64, 128
 # Below, most of what the tensor cores of 9.0 would multiply is padding.
@@ -111,11 +109,9 @@ class ForwardTile90:
         )
         tiles = self.q * head + self.stages * self.kv * (head + value)
         out = self.q * value if self.out_buffer else 0
-        works = _NUM_WORKS if self.persistent else 1
-        barriers = 2 * self.q // _WARPGROUP_ROWS + 5 * self.stages
-        barriers += works + 2 * _NUM_PLANS
-        words = 8 * (barriers + self.stages) + 4 * _NUM_PLANS
-        words = -(-words // 16) * 16 + 32 * self.stages
+        works = 2 if self.persistent else 1
+        barriers = 2 * self.q // _WARPGROUP_ROWS + 5 * self.stages + 2 * works
+        words = -(-8 * (barriers + self.stages) // 16) * 16 + 32 * self.stages
         return _SWIZZLE_ALIGNMENT + tiles + out + works * _WORK_BYTES + words
 
 
@@ -162,10 +158,6 @@ _MODIFIED_TILES: dict[int, tuple[tuple[int, tuple[ForwardTile, ...]], ...]] = {
     ),
     4: _FORWARD_TILES[4],
 }
-# A wider tile has fewer fixed costs per key, which pays where all tiles are live.
-_SQUARE_90 = ForwardTile90(q=128, kv=128, stages=2)
-_LONG_90 = ForwardTile90(q=128, kv=144, stages=2)
-_LONG_KEYS = 8192
 # By the wider of the two head dims, without and with a bias (its loads take registers).
 # Accumulators, two sets of P and the registers of the producer fill the register file.
 _FORWARD_TILES_90: tuple[tuple[int, ForwardTile90, ForwardTile90], ...] = (
@@ -176,12 +168,12 @@ _FORWARD_TILES_90: tuple[tuple[int, ForwardTile90, ForwardTile90], ...] = (
     ),
     (
         96,
-        _LONG_90,
+        ForwardTile90(q=128, kv=144, stages=2),
         ForwardTile90(q=128, kv=64, stages=4),
     ),
     (
         128,
-        _SQUARE_90,
+        ForwardTile90(q=128, kv=128, stages=2),
         ForwardTile90(q=128, kv=64, stages=4),
     ),
     (
@@ -274,7 +266,7 @@ def forward_plan_90(key: TuneKey, tile: ForwardTile90, unaligned: Plan) -> Plan:
         functions=("forward_sm90",),
         launch=Launch(
             kernels=(kernel,),
-            scratch_bytes=_scratch_bytes_90(key, tile),
+            scratch_bytes=4 if tile.persistent else 0,
             tensor_maps=tuple(
                 TensorMap(array=array, rows=rows, columns=_SWIZZLE_COLUMNS)
                 for array, rows in boxes
@@ -338,8 +330,6 @@ def forward_tile_90(key: TuneKey) -> ForwardTile90 | None:
         if wider > largest:
             continue
         tile = with_bias if key.has_bias else tile
-        if tile == _SQUARE_90 and not key.has_mask and key.kv_seq_len >= _LONG_KEYS:
-            tile = _LONG_90
         # A wide result fits in the place of a wide query only.
         fits = tile.shared_bytes(key.head_dim, key.value_head_dim)
         if tile.out_buffer and fits > key.max_shared_bytes:
@@ -352,15 +342,6 @@ def forward_tile_90(key: TuneKey) -> ForwardTile90 | None:
         fits = tile.shared_bytes(key.head_dim, key.value_head_dim)
         return tile if fits <= key.max_shared_bytes else None
     return None
-
-
-def _scratch_bytes_90(key: TuneKey, tile: ForwardTile90) -> int:
-    """A counter of query tiles, and the ranges of the ids of all tiles of keys
-    (device/attention/id_ranges.cuh); outer elements are at most as many as heads."""
-    if key.has_segment_ids:
-        num_tiles = key.num_heads * -(-key.kv_seq_len // tile.kv)
-        return _ID_RANGE_HEADER_BYTES + _ID_RANGE_BYTES * num_tiles
-    return 4 if tile.persistent else 0
 
 
 def decode_tiles(key: TuneKey) -> Iterator[DecodeTile]:

@@ -105,8 +105,7 @@ def dot_product_attention(
 
 
 def _four_axes(mask: jax.Array, query: jax.Array, key: Any) -> jax.Array:
-    """The mask with axes (B|1, N|1, T, S): the last two in full, since it is read by
-    position."""
+    """The mask with four axes, each of B, N, T, S full or 1."""
     t, s = query.shape[-3], jnp.shape(key)[-3]
     batch = query.shape[0] if query.ndim == 4 else 1
     shape = (batch, query.shape[-2], t, s)
@@ -118,8 +117,7 @@ def _four_axes(mask: jax.Array, query: jax.Array, key: Any) -> jax.Array:
             f"attention: mask has shape {mask.shape}; it must broadcast to (B, N, T, "
             f"S) = {shape}."
         )
-    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    return jnp.broadcast_to(mask, (*mask.shape[:2], t, s))
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 def _unbatched(lengths: ArrayLike | None) -> ArrayLike | None:

@@ -75,6 +75,7 @@ def configure_cuda() -> None:
         ],
         cache_dir=_config.cache_dir(),
         dump_dir=_config.dump_dir(),
+        cache_bytes=_config.cache_bytes(),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from . import _runs
 from ._program import BOOL, F32, I32, Node, Program
 
 HEAD, ROW, ELEMENT = range(3)
@@ -111,7 +112,7 @@ def functor(name: str, program: Program | None, results: Sequence[str]) -> list[
         return [f"using {name} = fkl::No{name};"]
     return [
         f'#line 1 "{program.kind} program"',
-        *_Functor(name, program, results).lines(),
+        *Functor(name, program, results).lines(),
     ]
 
 
@@ -125,7 +126,7 @@ class _Gradient:
     stage: int
 
 
-class _Functor:
+class Functor:
     """Prints one program as a struct (docs/cuda.md, section 2).
 
     Values that depend on the head or on the row only are members of `Head` and `Row`;
@@ -190,7 +191,6 @@ class _Functor:
                 self._value(self.program.result, ELEMENT),
             )
             lines += self._classify()
-            lines += self._live_keys()
         else:
             lines += self._function(
                 "float score(const Head& head, const Row& row, float score, "
@@ -198,10 +198,38 @@ class _Functor:
                 self._body([self.program.result]),
                 self._value(self.program.result, ELEMENT),
             )
+            run = _runs.QueryRun if self.is_backward else _runs.Run
+            lines += run(self).lines()
         if self.is_backward:
             lines += self._derivative()
             lines += self._flush()
         return [*lines, "};"]
+
+    # -- for runs of keys
+
+    def value(self, k: int) -> str:
+        """How code per score names a value."""
+        return self._value(k, ELEMENT)
+
+    def inverse(self, k: int) -> str | None:
+        """What a quotient multiplies its dividend with, if that is known early."""
+        divisor = self.nodes[k].args[1]
+        if self._divides_early(k):
+            return f"{_PLACE[self.stage[divisor]]}.r{divisor}"
+        inverse = _exact_enough_inverse(self.nodes[divisor])
+        return None if inverse is None else _literal(F32, inverse)
+
+    def statements(self, roots: Iterable[int]) -> list[str]:
+        """The statements per score that the roots need, in order."""
+        return self._body(roots)
+
+    def expression(self, k: int) -> str:
+        """The operation of a value per score."""
+        return self._expression(k, ELEMENT)
+
+    def c_type(self, k: int) -> str:
+        """The C++ type of a value."""
+        return _C_TYPE[self.nodes[k].type]
 
     # -- stages
 
@@ -420,77 +448,6 @@ class _Functor:
             f"{self._bounds(self.program.result)}.tile_state()",
         )
 
-    # -- keys of a row that are one interval
-
-    def _live_keys(self) -> list[str]:
-        bounds = self._key_bounds(self.program.result)
-        if bounds is None:
-            return ["  static constexpr bool kIsInterval = false;"]
-        first, last = (
-            f"fkl::saturated({x})" if x else default
-            for x, default in zip(bounds, ("0", "fkl::kLastKey"), strict=True)
-        )
-        return [
-            "  static constexpr bool kIsInterval = true;",
-            *self._function(
-                "fkl::KeyInterval live_keys(const Head& head, const Row& row)",
-                [],
-                f"{{{first}, {last}}}",
-            ),
-        ]
-
-    def _key_bounds(self, k: int) -> tuple[str, str] | None:
-        """The first and the last key of a row that `k` holds for ("": unbounded) if
-        these are all that are between, else None. Expressions of `long long`, for
-        indices that are not negative: their differences do not wrap."""
-        node = self.nodes[k]
-        op, _, kind = node.op.partition(".")
-        if op in ("and", "or") and kind == BOOL:
-            a, b = map(self._key_bounds, node.args)
-            if a is None or b is None:
-                return None
-            if op == "and":
-                return _joined("max", a[0], b[0]), _joined("min", a[1], b[1])
-            if not a[0] and not b[0] and a[1] and b[1]:
-                return "", _joined("max", a[1], b[1])
-            if not a[1] and not b[1] and a[0] and b[0]:
-                return _joined("min", a[0], b[0]), ""
-            return None
-        if op not in ("le", "lt") or kind != I32:
-            return None
-        strict = int(op == "lt")
-        for side, other, sign in ((*node.args, 1), (*reversed(node.args), -1)):
-            # slope * (kv - start) is at most the bound (sign 1), or at least.
-            form = self._key_form(side)
-            if form is None or self.stage[other] == ELEMENT:
-                continue
-            slope, start = form
-            bound = f"static_cast<long long>({self._value(other, ELEMENT)})"
-            edge = (
-                f"{start} - {bound}"
-                if slope < 0
-                else f"{bound}{start and ' + '}{start}"
-            )
-            if sign * slope > 0:
-                return "", f"{edge} - {strict}" if strict else edge
-            return f"{edge} + {strict}" if strict else edge, ""
-        return None
-
-    def _key_form(self, k: int) -> tuple[int, str] | None:
-        """Of a value slope * (kv - start) that cannot wrap: slope and start ("": 0)."""
-        node = self.nodes[k]
-        if node.op == "input" and node.data == "kv":
-            return 1, ""
-        if node.op != "sub.i32":
-            return None
-        a, b = (self.nodes[x] for x in node.args)
-        names = tuple(x.data if x.op == "input" else None for x in (a, b))
-        if names == ("q", "kv"):
-            return -1, self._value(node.args[0], ELEMENT)
-        if names == ("kv", "q"):
-            return 1, self._value(node.args[1], ELEMENT)
-        return None
-
     def _bounds(self, k: int) -> str:
         if self.nodes[k].op == "const" or self.stage[k] == HEAD:
             return f"fkl::bounds_of({self._value(k, ELEMENT)})"
@@ -526,10 +483,6 @@ class _Functor:
         ):
             return f"fkl::interval_{op}({', '.join(args)})"
         return {F32: "fkl::any_float()", I32: "fkl::any_int()"}[node.type]
-
-
-def _joined(function: str, a: str, b: str) -> str:
-    return f"fkl::{function}_i64({a}, {b})" if a and b else a or b
 
 
 _COMPARISONS = ("eq", "ne", "lt", "le")

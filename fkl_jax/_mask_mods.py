@@ -1,14 +1,16 @@
 """Mask mods: which keys a query sees, as functions of the indices; they compose with
 `&`, `|` and `~`."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._score_mods import CallSizes, Mod, as_int, as_param
+from ._score_mods import CallSizes, Mod, as_int, as_param, as_segment_ids
+from ._validate import to_int32
 
 
 class MaskMod(Mod):
@@ -42,6 +44,14 @@ class MaskMod(Mod):
     def __invert__(self) -> "MaskMod":
         return _Combined("~", self)
 
+    def distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Bounds of `q_idx - kv_idx` outside of which nothing is live, None where it
+        has none: what lets whole parts of a sequence be skipped."""
+        return self._distances() if self._is_builtin() else (None, None)
+
+    def _distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return None, None
+
     def _is_builtin(self) -> bool:
         return type(self).__module__ == __name__ and type(self) is not MaskMod
 
@@ -68,6 +78,12 @@ class _Combined(MaskMod):
         join = jnp.logical_and if self.operator == "&" else jnp.logical_or
         return join(*values)
 
+    def _distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        if self.operator == "~":
+            return None, None
+        bounds = [part.distances() for part in self.parts]
+        return intersection(bounds) if self.operator == "&" else _hull(bounds)
+
     def __repr__(self) -> str:
         if self.operator == "~":
             return f"~{self.parts[0]!r}"
@@ -86,16 +102,17 @@ class _Combined(MaskMod):
 
 
 def _as_bool(value: Any, part: Any) -> Any:
-    if jnp.result_type(value) != jnp.bool_ or jnp.ndim(value):
+    described = (
+        repr(value)
+        if value is None or isinstance(value, tuple | list)
+        else f"{jnp.result_type(value)} of shape {jnp.shape(value)}"
+    )
+    if described != "bool of shape ()":
         raise TypeError(
-            f"attention: mask_mod {part!r} returned {_describe(value)}; it must "
+            f"attention: mask_mod {part!r} returned {described}; it must "
             "return a bool scalar."
         )
     return value
-
-
-def _describe(value: Any) -> str:
-    return f"{jnp.result_type(value)} of shape {jnp.shape(value)}"
 
 
 def as_mask_mod(value: Any) -> MaskMod:
@@ -115,6 +132,9 @@ class Causal(MaskMod):
 
     def __init__(self) -> None:
         super().__init__(_causal)
+
+    def _distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return jnp.int32(0), None
 
 
 class SlidingWindow(MaskMod):
@@ -157,6 +177,11 @@ class SlidingWindow(MaskMod):
             )
         return cls(width - 1, 0)
 
+    def _distances(self) -> tuple[jax.Array | None, jax.Array | None]:
+        bounds = [to_int32(bound) for bound in self.params]
+        left = bounds.pop(0) if self.function in (_window, _window_left) else None
+        return -bounds[0] if bounds else None, left
+
 
 class PrefixLM(MaskMod):
     """Live iff `kv_idx < length` or `kv_idx <= q_idx`: a prefix seen by all, causal
@@ -183,10 +208,9 @@ class SegmentIds(MaskMod):
     """
 
     def __init__(self, q_ids: ArrayLike, kv_ids: ArrayLike | None = None):
-        ids = [as_int(q_ids, "q_ids of SegmentIds", (1, 2))]
-        if kv_ids is not None:
-            ids.append(as_int(kv_ids, "kv_ids of SegmentIds", (1, 2)))
-        super().__init__(_segment_ids, *ids)
+        given = [q_ids] if kv_ids is None else [q_ids, kv_ids]
+        names = ("q_ids of SegmentIds", "kv_ids of SegmentIds")[: len(given)]
+        super().__init__(_segment_ids, *as_segment_ids(given, names))
 
     def check_call(self, sizes: CallSizes) -> None:
         for name, ids, axis in (
@@ -217,8 +241,8 @@ class DenseMask(MaskMod):
     """Live where an array says so.
 
     Args:
-        array: bool, shape (T, S), (N|1, T, S) or (B|1, N|1, T, S); True = attend. Read
-            at global indices.
+        array: bool, shape (T, S), (N, T, S) or (B, N, T, S), each axis full or 1 (1 =
+            the same for all); True = attend. Read at global indices.
     """
 
     def __init__(self, array: ArrayLike):
@@ -232,7 +256,7 @@ class DenseMask(MaskMod):
         if mask.ndim not in (2, 3, 4):
             raise ValueError(
                 f"attention: array of DenseMask has shape {mask.shape}; it must be "
-                "(T, S), (N|1, T, S) or (B|1, N|1, T, S)."
+                "(T, S), (N, T, S) or (B, N, T, S), each axis full or 1."
             )
         super().__init__(_dense_mask, mask)
 
@@ -240,9 +264,32 @@ class DenseMask(MaskMod):
         shape = self.params[0].shape
         axes = ("batch", "num_q_heads", "q_seq_len", "kv_seq_len")[-len(shape) :]
         for axis, what in enumerate(axes):
-            # The axes of batch and heads may be 1, then all share it.
-            if shape[axis] != 1 or what.endswith("seq_len"):
+            if shape[axis] != 1:
                 sizes.check_axis("array of DenseMask", shape, axis, what)
+
+
+def intersection(
+    bounds: Sequence[tuple[jax.Array | None, jax.Array | None]],
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Bounds of what is within all the bounds."""
+    low = [a for a, _ in bounds if a is not None]
+    high = [b for _, b in bounds if b is not None]
+    return (
+        functools.reduce(jnp.maximum, low) if low else None,
+        functools.reduce(jnp.minimum, high) if high else None,
+    )
+
+
+def _hull(
+    bounds: Sequence[tuple[jax.Array | None, jax.Array | None]],
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Bounds of what is within any of the bounds."""
+    low = [a for a, _ in bounds if a is not None]
+    high = [b for _, b in bounds if b is not None]
+    return (
+        functools.reduce(jnp.minimum, low) if len(low) == len(bounds) else None,
+        functools.reduce(jnp.maximum, high) if len(high) == len(bounds) else None,
+    )
 
 
 def _check_not_negative(value: jax.Array, name: str) -> None:

@@ -41,6 +41,8 @@ _COMMUTATIVE = {
     for name in ("add", "mul", "and", "or", "xor", "eq", "ne")
     for kind in (F32, I32, BOOL)
 } | {"max.i32", "min.i32"}
+# What JAX puts between two types of a scalar that say different things about a mesh.
+_BETWEEN_TYPES = ("reshard", "reduce_sum")
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
 
@@ -149,8 +151,14 @@ def _compile(traced: _trace.TracedFunction) -> Program:
     derivative = _trace.derivative_jaxpr(traced)
     grads = emitter.run(derivative, [*inputs, *loads, ct], None)
     float_loads = [k for k, x in enumerate(traced.loads) if x.is_float]
-    pairs = [(loads[k], g) for k, g in zip(float_loads, grads[1:], strict=True)]
-    return _finish("score", emitter.nodes, out, grads[0], pairs)
+    # Reads of one element are one load, whose gradient is the sum of theirs.
+    of_load: dict[int, int] = {}
+    for k, grad in zip(float_loads, grads[1:], strict=True):
+        load = loads[k]
+        if load in of_load:
+            grad = emitter.emit("add.f32", F32, of_load[load], grad)
+        of_load[load] = grad
+    return _finish("score", emitter.nodes, out, grads[0], tuple(of_load.items()))
 
 
 def _show(kind: str, value: Any) -> str:
@@ -165,7 +173,7 @@ def _finish(
     load_grads: Sequence[tuple[int, int]] = (),
 ) -> Program:
     """Keep what the results need and number it anew, in order."""
-    pairs = [p for p in dict.fromkeys(load_grads) if not _is_zero(nodes[p[1]])]
+    pairs = [p for p in load_grads if not _is_zero(nodes[p[1]])]
     roots = [
         result,
         *([] if dscore is None else [dscore]),
@@ -258,6 +266,10 @@ class _Emitter:
         for index, size in zip(indices, load.shape, strict=True):
             # Loads clamp, so a clamp to exactly the axis in front of one is dead.
             args.append(self._without_clamp(index, size))
+        if load.dtype.kind in "iu" and load.dtype.itemsize > 4:
+            raise _trace.Unsupported(
+                f"an array of {load.dtype}; convert it to int32 outside the mod"
+            )
         data = (load.capture, load.shape, str(load.dtype))
         return self.emit("load", _type_of(load.dtype), *args, data=data)
 
@@ -384,10 +396,18 @@ class _Emitter:
     def _literal(self, value: Any, aval: Any) -> int:
         if np.ndim(value):
             raise _trace.Unsupported("a constant array inside a mod")
-        return self.const(_type_of(aval.dtype), np.asarray(value).item())
+        number, dtype = np.asarray(value).item(), np.dtype(aval.dtype)
+        is_wide = dtype.kind in "iu" and dtype.itemsize > 4
+        if is_wide and not _INT_MIN <= number <= _INT_MAX:
+            raise _trace.Unsupported(
+                f"the {dtype} {number}; integers in a program are int32"
+            )
+        return self.const(_type_of(dtype), number)
 
     def _equation(self, eqn: Any, xs: list[int]) -> list[int]:
         name, p = eqn.primitive.name, eqn.params
+        if name in _BETWEEN_TYPES and not eqn.invars[0].aval.shape:
+            return xs
         if name in _trace.BODY_PARAM:
             return self.run(p[_trace.BODY_PARAM[name]], xs, None)
         if name in _trace.CUSTOM_RULE:
@@ -398,6 +418,8 @@ class _Emitter:
         out = eqn.outvars[0].aval
         if out.shape:
             raise _trace.Unsupported(f"the primitive `{name}` on arrays", name)
+        if name in ("empty", "empty2"):  # the unused cotangents of a cond
+            return [self.const(_type_of(out.dtype), 0)]
         if name == "convert_element_type":
             return [self._convert(xs[0], eqn.invars[0].aval.dtype, out.dtype)]
         if name not in _EMIT:
@@ -419,7 +441,18 @@ class _Emitter:
     def _convert(self, x: int, old: Any, new: Any) -> int:
         a, b = _type_of(old), _type_of(new)
         if b == I32 and np.dtype(new).itemsize < 4:
-            raise _trace.Unsupported(f"a conversion to {np.dtype(new)}")
+            raise _trace.Unsupported(
+                f"a conversion to {np.dtype(new)}", "convert_element_type"
+            )
+        # An int32 holds the bits of a wide unsigned integer, not its value.
+        old, new = np.dtype(old), np.dtype(new)
+        for one, other in ((old, new), (new, old)):
+            is_wide = one.kind == "u" and one.itemsize >= 4
+            if is_wide and (other.kind not in "iub" or other.itemsize > 4):
+                raise _trace.Unsupported(
+                    f"a conversion from {old} to {new} (go through int32)",
+                    "convert_element_type",
+                )
         if b == BOOL and a != BOOL:
             return self.emit(f"ne.{a}", BOOL, x, self.const(a, 0))
         if a != b:
@@ -455,6 +488,10 @@ def _check_integer_width(name: str, dtype: Any) -> None:
     ):
         raise _trace.Unsupported(
             f"arithmetic (`{name}`) on {dtype}; convert to int32 first"
+        )
+    if dtype == np.int64 and name in ("mul", "shift_left", "integer_pow", "square"):
+        raise _trace.Unsupported(
+            f"`{name}` of {dtype}, which may leave int32; convert to int32 first"
         )
 
 
@@ -693,6 +730,8 @@ SUPPORTED_PRIMITIVES = tuple(
             *_EMIT,
             "convert_element_type",
             "cond",
+            "empty",
+            "empty2",
             *_trace.BODY_PARAM,
             *_trace.CUSTOM_RULE,
         ]

@@ -217,8 +217,12 @@ class _Problem:
 
     def _mask(self, b: Any, h: Any, q: Any, kv: Any, captures: Sequence[Any]) -> Any:
         assert self.spec.mask is not None
-        f = jax.extend.core.jaxpr_as_fun(self.spec.mask.traced.closed)
-        return f(b, h, q, kv, *captures)[0]
+        traced = self.spec.mask.traced
+        if traced.scalar is not None:
+            read = functools.partial(_read_element, captures)
+            return _trace.evaluate_with_loads(traced.scalar, (b, h, q, kv), read)
+        whole = jax.extend.core.jaxpr_as_fun(traced.closed)
+        return whole(b, h, q, kv, *captures)[0]
 
     def _indices(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, ...]:
         q = i[None, :] + self.q_offset[:, None]
@@ -265,7 +269,9 @@ class _Problem:
             next(floats).astype(c.dtype) if _is_float(c) else c
             for c in self.score_captures
         ]
-        f = _score_element(self.spec.score, captures)
+        # Those of the mask too: the first head and batch element of a device's part
+        # are the last of all (`_local_spec.py`).
+        f = _score_element(self.spec.score, [*captures, *self.mask_captures])
         return _over_elements(f, 2)(
             *self._indices(i, j), s, jnp.broadcast_to(live, s.shape)
         )
@@ -300,6 +306,8 @@ def _is_float(x: Any) -> bool:
 
 def _blocks(n: int, size: int) -> tuple[int, int]:
     """Block size and number of blocks; an empty axis is one block of padding."""
+    if not isinstance(n, int):  # of an export; it is not 0
+        return size, -(-n // size)
     block = min(max(n, 1), size)
     return block, max(1, -(-n // block))
 
@@ -337,15 +345,8 @@ def _score_element(mod: TracedMod, captures: Sequence[jax.Array]) -> Callable[..
     def element(b: Any, h: Any, q: Any, kv: Any, s: Any, live: Any) -> Any:
         values: list[Any] = []
 
-        def read(_: int, load: _trace.Load, indices: list[Any]) -> Any:
-            # `clip` in this mode clamps each index to its axis, and transposes to a
-            # scatter-add.
-            array = captures[load.capture]
-            values.append(
-                array.at[tuple(indices)].get(mode="clip", wrap_negative_indices=False)
-                if indices
-                else array
-            )
+        def read(number: int, load: _trace.Load, indices: list[Any]) -> Any:
+            values.append(_read_element(captures, number, load, indices))
             return values[-1]
 
         _trace.evaluate_with_loads(traced.scalar, (s, b, h, q, kv), read)
@@ -355,6 +356,17 @@ def _score_element(mod: TracedMod, captures: Sequence[jax.Array]) -> Callable[..
         return f((live, b, h, q, kv, *rest), s, *(values[k] for k in floats))
 
     return element
+
+
+def _read_element(
+    captures: Sequence[jax.Array], _: int, load: _trace.Load, indices: list[Any]
+) -> Any:
+    # `clip` in this mode clamps each index to its axis, and transposes to a
+    # scatter-add.
+    array = captures[load.capture]
+    if not indices:
+        return array
+    return array.at[tuple(indices)].get(mode="clip", wrap_negative_indices=False)
 
 
 def _of_values(
@@ -386,6 +398,10 @@ def _with_exact_zeros(f: Callable[..., Any]) -> Callable[..., Any]:
     @jax.custom_jvp
     def clean(fixed: Any, *x: Any) -> Any:
         value = f(fixed, *x)
+        # Formally a function of every x: under vmap JAX gives the value of a custom_jvp
+        # the batch axes of its tangent only if it has them itself.
+        for xk in x:
+            value = lax.select(xk != xk, value, value)
         return jnp.where(fixed[0], value, jnp.zeros_like(value))
 
     @clean.defjvp
@@ -548,13 +564,13 @@ def _backward(
     grads = iter(total.captures)
     for k, c in enumerate(p.score_captures):
         if _is_float(c):
-            by_role[f"capture.{k}"] = next(grads).astype(gradient_dtype(c.dtype))
+            by_role[f"capture.{k}"] = next(grads).astype(p.acc)
     return tuple(by_role[role] for role in results)
 
 
 def gradient_dtype(dtype: Any) -> Any:
-    """Gradients of bias and captures leave the primitive in float32, of float64 arrays
-    in float64."""
+    """float32, or float64 for float64: in which the gradients of a captured array add
+    up, and in which those of a call with such a query leave the primitive."""
     return np.dtype(np.float64 if dtype == jnp.float64 else np.float32)
 
 

@@ -3,7 +3,7 @@ operands."""
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,15 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from . import _validate
 
-def as_param(value: Any, name: str, dtype: Any = None) -> jax.Array:
+
+def as_param(value: Any, name: str) -> jax.Array:
     """Return a mod's parameter as an array, so that its value is an operand and never
     part of the code."""
     if isinstance(value, jax.Array):
         return value
-    if isinstance(value, bool | int | float):
-        kind = {bool: jnp.bool_, int: jnp.int32, float: jnp.float32}[type(value)]
-        return jnp.asarray(value, dtype or kind)
+    if isinstance(value, int) and not isinstance(value, bool):
+        _validate.check_fits_int32(value, name)
+        return jnp.asarray(value, jnp.int32)
+    if isinstance(value, float):
+        # float64 under x64: a parameter of a float64 call must not be rounded.
+        return jnp.asarray(float(value), float)
     array = np.asarray(value)
     if array.dtype.kind not in "biuf" and not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
@@ -31,17 +36,31 @@ def as_param(value: Any, name: str, dtype: Any = None) -> jax.Array:
 
 def as_float(value: Any, name: str, ndims: tuple[int, ...] = (0,)) -> jax.Array:
     """Return a float parameter of one of the allowed ranks."""
-    array = as_param(value, name, jnp.float32)
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    array = as_param(float(value) if is_int else value, name)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         if array.dtype == jnp.bool_:
             raise TypeError(f"attention: {name} is bool; it must be a number.")
-        array = array.astype(jnp.float32)
+        array = array.astype(float)
     _check_ndim(array, name, ndims)
     return array
 
 
 def as_int(value: Any, name: str, ndims: tuple[int, ...] = (0,)) -> jax.Array:
-    """Return an integer parameter of one of the allowed ranks."""
+    """Return an int32 parameter of one of the allowed ranks."""
+    array = _as_integer(value, name, ndims)
+    return _validate.to_int32(array)
+
+
+def as_segment_ids(values: Sequence[Any], names: Sequence[str]) -> list[jax.Array]:
+    """Return int32 segment ids, equal and negative where the ids given are: one array
+    for queries and keys, or one for each."""
+    ids = [_as_integer(x, n, (1, 2)) for x, n in zip(values, names, strict=True)]
+    return list(_validate.segment_ids_to_int32(ids[0], ids[-1]))[: len(ids)]
+
+
+def _as_integer(value: Any, name: str, ndims: tuple[int, ...]) -> jax.Array:
+    _validate.check_fits_int32(value, name)
     array = as_param(value, name)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(

@@ -40,10 +40,17 @@ class TracedMod:
         """The same mod, its program reading captures `first`, `first + 1`, ..."""
         if self.program is None or first == 0:
             return self
-        program = self.program.with_captures_from(first)
-        return dataclasses.replace(
-            self, program=program, text=f"{program.text}\nas mask"
-        )
+        return _renumbered(self, first)
+
+    def reads(self, name: str) -> bool:
+        """True if the mod reads the input `name`, or may do so."""
+        return self.program is None or name in self._inputs
+
+    @functools.cached_property
+    def _inputs(self) -> frozenset[str]:
+        names = _trace.INPUTS[self.traced.kind]
+        assert self.program is not None
+        return frozenset(filter(self.program.uses, names))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TracedMod) and self.text == other.text
@@ -53,6 +60,13 @@ class TracedMod:
 
     def __repr__(self) -> str:
         return self.text
+
+
+@functools.lru_cache(maxsize=1024)
+def _renumbered(mod: TracedMod, first: int) -> TracedMod:
+    assert mod.program is not None
+    program = mod.program.with_captures_from(first)
+    return dataclasses.replace(mod, program=program, text=f"{program.text}\nas mask")
 
 
 def compile_mod(traced: _trace.TracedFunction, function: Any) -> TracedMod:
@@ -66,11 +80,11 @@ def compile_mod(traced: _trace.TracedFunction, function: Any) -> TracedMod:
 
 
 def _text_of_jaxpr(traced: _trace.TracedFunction) -> str:
-    """A text for what has no program. The text of a jaxpr does not show a user's
-    derivative rule, so such a mod is only equal to itself; the `TracedMod` keeps the
-    jaxpr alive, hence its address its own."""
+    """A text for what has no program. Where the text of its jaxpr does not say
+    everything, such a mod is only equal to itself; the `TracedMod` keeps the jaxpr
+    alive, hence its address its own."""
     jaxpr = traced.closed.jaxpr
-    own = f"\nat {id(jaxpr)}" if _trace.has_custom_rules(jaxpr) else ""
+    own = "" if _trace.text_says_all(jaxpr) else f"\nat {id(jaxpr)}"
     return f"{traced.kind}\n{jaxpr}{own}"
 
 
@@ -151,6 +165,13 @@ class AttentionSpec:
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
         """Operands by role."""
         return dict(zip(self.operands, operands, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def interned_spec(**fields: Any) -> AttentionSpec:
+    """Return the spec with these fields, the same object every time: its text, hash
+    and comparison are then made once."""
+    return AttentionSpec(**fields)
 
 
 _OWN_NDIM = {

@@ -99,8 +99,15 @@ def trace(
     The captures are `params` followed by the arrays and tracers that the function
     closes over.
     """
-    avals = [jax.ShapeDtypeStruct(np.shape(p), p.dtype) for p in params]
-    closed = jax.make_jaxpr(function)(*_input_avals(kind, score_dtype), *avals)
+    avals = [
+        *_input_avals(kind, score_dtype),
+        *(jax.ShapeDtypeStruct(np.shape(p), p.dtype) for p in params),
+    ]
+    closed = jax.make_jaxpr(function)(*avals)
+    if has_hidden_constants(closed.jaxpr):
+        # A jitted function keeps the arrays that it closes over: to be operands they
+        # must be constants of the whole.
+        closed = jax.make_jaxpr(functools.partial(_evaluate_inlined, closed))(*avals)
     return closed.jaxpr, [*params, *closed.consts]
 
 
@@ -129,14 +136,17 @@ def analyse(
         )(*inputs)
     except Unsupported as e:
         reason = str(e)
-    loads: tuple[Load, ...] = ()
-    if scalar is not None:
-        loads = tuple(
-            Load(e.params["capture"], e.params["shape"], np.dtype(e.params["dtype"]))
-            for e in scalar.jaxpr.eqns
-            if e.primitive is load_p
-        )
+    loads = () if scalar is None else loads_of(scalar)
     return TracedFunction(kind, whole, scalar, loads, reason)
+
+
+def loads_of(scalar: Any) -> tuple[Load, ...]:
+    """The array reads of a scalar jaxpr, in order."""
+    return tuple(
+        Load(e.params["capture"], e.params["shape"], np.dtype(e.params["dtype"]))
+        for e in scalar.jaxpr.eqns
+        if e.primitive is load_p
+    )
 
 
 def with_line(error: Unsupported, jaxpr: Any, function: Any) -> Unsupported:
@@ -149,10 +159,17 @@ def with_line(error: Unsupported, jaxpr: Any, function: Any) -> Unsupported:
     return Unsupported(f"{error} in its derivative", error.primitive)
 
 
-def has_custom_rules(jaxpr: Any) -> bool:
-    """True if a user's derivative rule is somewhere inside; its text does not tell two
-    rules apart."""
-    return any(eqn.primitive.name in CUSTOM_RULE for eqn in _walk(jaxpr))
+def text_says_all(jaxpr: Any) -> bool:
+    """True if a jaxpr of the same text is the same function: it shows neither a user's
+    derivative rule nor the arrays that a jaxpr inside holds."""
+    has_rules = any(eqn.primitive.name in CUSTOM_RULE for eqn in _walk(jaxpr))
+    return not (has_rules or has_hidden_constants(jaxpr))
+
+
+def has_hidden_constants(jaxpr: Any) -> bool:
+    """True if a jaxpr inside holds arrays of its own, whose contents its text does not
+    show."""
+    return any(len(inner.consts) for inner in _closed_inside(jaxpr))
 
 
 def evaluate_with_loads(
@@ -283,6 +300,29 @@ def _walk(jaxpr: Any) -> Iterator[Any]:
                 inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
                     yield from _walk(inner)
+
+
+def _closed_inside(jaxpr: Any) -> Iterator[Any]:
+    for eqn in _walk(jaxpr):
+        for value in eqn.params.values():
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(item, jex_core.ClosedJaxpr):
+                    yield item
+
+
+def _evaluate_inlined(closed: Any, *args: Any) -> list[Any]:
+    """Evaluate, looking into calls that hold constants."""
+    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, args, strict=True))
+    env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        xs = [_read(env, v) for v in eqn.invars]
+        body = eqn.params.get(BODY_PARAM.get(eqn.primitive.name, ""))
+        holds_constants = isinstance(body, jex_core.ClosedJaxpr) and (
+            body.consts or has_hidden_constants(body.jaxpr)
+        )
+        outs = _evaluate_inlined(body, *xs) if holds_constants else _bind(eqn, xs)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [_read(env, v) for v in closed.jaxpr.outvars]
 
 
 def _read(env: dict[Any, Any], v: Any) -> Any:

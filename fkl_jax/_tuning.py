@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
+from fkl_jax import _config
 from fkl_jax._cuda_launch import Launch
 
 MAX_HEAD_DIM = 256
@@ -34,7 +35,6 @@ class TuneKey:
         group: query heads per key/value head, anchored.
         num_heads: query heads of all outer elements, anchored.
         has_mask: some scores may be dead (any source: program, lengths, ids, blocks).
-        has_segment_ids: ids are one of the sources.
         has_score_program: scores go through a program.
         has_bias: a dense bias is read.
         merged_query: nothing but the query depends on which head of a group a row is
@@ -59,7 +59,6 @@ class TuneKey:
     has_mask: bool
     has_score_program: bool
     has_bias: bool
-    has_segment_ids: bool = False
     merged_query: bool = True
     bias_gradient: bool = False
     capture_gradients: bool = False
@@ -152,7 +151,6 @@ def tune_key(
         group=anchored(num_heads // max(key.shape[-2], 1)),
         num_heads=anchored(num_heads * math.prod(vmap) * math.prod(batch)),
         has_mask=spec.mask is not None or any(r in operands for r in _MASKS),
-        has_segment_ids="q_segment_ids" in operands,
         has_score_program=spec.score is not None,
         has_bias="bias" in operands,
         merged_query=merged_query,
@@ -207,6 +205,7 @@ def first_that_fits(
 def local_gpu() -> Gpu:
     """Return the first GPU of this process, or ANY_GPU if there is none.
 
+    With `FKL_JAX_CUDA_FAMILY=sm80` a newer GPU counts as one that has that family only.
     For calls that are lowered for `cuda` only: JAX has started every backend that it is
     going to start by then, so this starts none.
     """
@@ -214,7 +213,10 @@ def local_gpu() -> Gpu:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:  # no such backend here: an export, or a CPU-only run
         return ANY_GPU
-    return _describe(devices[0]) if devices else ANY_GPU
+    if not devices:
+        return ANY_GPU
+    gpu = _describe(devices[0])
+    return gpu if _config.cuda_family() is None else dataclasses.replace(gpu, arch=80)
 
 
 # --- private -------------------------------------------------------------------------

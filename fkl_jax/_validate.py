@@ -11,7 +11,8 @@ import numpy as np
 
 IMPLEMENTATIONS = (None, "ffi", "xla")
 CAUSAL = (False, True, "top_left", "bottom_right")
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
+# As numpy's: comparing with JAX's scalar types is slow.
+FLOATS = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)))
 
 
 def as_array(x: Any, name: str) -> jax.Array:
@@ -108,40 +109,68 @@ def check_bias(bias: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return bias.reshape((1,) * (len(shape) - bias.ndim) + bias.shape)
 
 
+def check_lengths(x: Any, name: str, batch: tuple[int, ...]) -> jax.Array:
+    """Return int32 lengths of shape `batch`."""
+    return to_int32(check_integers(x, name, batch))
+
+
+def check_segment_ids(
+    q_ids: Any, kv_ids: Any, batch: tuple[int, ...], t: int, s: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return int32 segment ids of shapes (*batch, t) and (*batch, s)."""
+    return segment_ids_to_int32(
+        check_integers(q_ids, "q_segment_ids", (*batch, t)),
+        check_integers(kv_ids, "kv_segment_ids", (*batch, s)),
+    )
+
+
+def check_fits_int32(x: Any, name: str) -> None:
+    """Raise ValueError if a Python or numpy integer is beyond int32; JAX would wrap
+    it."""
+    if isinstance(x, jax.Array) or np.asarray(x).dtype.kind not in "iu":
+        return
+    info, values = np.iinfo(np.int32), np.asarray(x)
+    for value in (values.min(initial=0), values.max(initial=0)):
+        if not info.min <= value <= info.max:
+            raise ValueError(
+                f"attention: {name} has the value {value}; it must fit int32, be "
+                f"between {info.min} and {info.max}."
+            )
+
+
 def check_integers(x: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
-    """Return an int32 array of exactly this shape."""
-    array = as_array(x, name)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(
-            f"attention: {name} has dtype {array.dtype}; it must be an integer."
-        )
+    """Return the integers, of shape `shape`, as they are."""
+    array = _integer_array(x, name)
     if array.shape != shape:
         raise ValueError(
             f"attention: {name} has shape {array.shape}; it must be {shape}."
         )
-    return _to_int32(array)
+    return array
 
 
-def check_offset(x: Any, name: str, batch: tuple[int, ...]) -> jax.Array:
-    """Return an int32 offset of shape `batch`; a scalar is the same for all."""
+def _integer_array(x: Any, name: str) -> jax.Array:
+    check_fits_int32(x, name)
     array = as_array(x, name)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"attention: {name} has dtype {array.dtype}; it must be an integer."
         )
+    return array
+
+
+def check_offset(x: Any, name: str, batch: tuple[int, ...]) -> jax.Array:
+    """Return an int32 offset of shape `batch`; a scalar is the same for all."""
+    array = _integer_array(x, name)
     if array.shape not in ((), batch):
         raise ValueError(
             f"attention: {name} has shape {array.shape}; it must be a scalar or have "
             f"the batch shape {batch}."
         )
-    return jnp.broadcast_to(_to_int32(array), batch)
+    return jnp.broadcast_to(to_int32(array), batch)
 
 
-def check_scale(scale: Any, head_dim: int, dtype: Any) -> jax.Array | np.ndarray:
-    """Return the scale as a float scalar: numpy's if it is the default, which spares
-    an eager call a dispatch."""
-    if scale is None:
-        return np.asarray(1.0 / np.sqrt(head_dim), dtype)
+def check_scale(scale: Any, dtype: Any) -> jax.Array:
+    """Return the scale as a float scalar."""
     if isinstance(scale, bool | str):
         raise TypeError(
             f"attention: scale is {scale!r}; it must be a number or a float scalar."
@@ -153,7 +182,7 @@ def check_scale(scale: Any, head_dim: int, dtype: Any) -> jax.Array | np.ndarray
         )
     if array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"attention: scale has dtype {array.dtype}; it must be real.")
-    if isinstance(scale, int | float) and not np.isfinite(scale):
+    if not isinstance(scale, jax.Array) and not np.isfinite(scale):
         raise ValueError(f"attention: scale is {scale}; it must be finite.")
     return array.astype(dtype)
 
@@ -247,13 +276,29 @@ def half_of_segment_ids(query_is_missing: bool) -> ValueError:
     return ValueError(f"attention: {present} is given without {absent}; pass both.")
 
 
-# --- private -------------------------------------------------------------------------
+def segment_ids_to_int32(
+    q_ids: jax.Array, kv_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return int32 ids that are equal and negative where these are."""
+    if all(x.dtype.itemsize < 4 or x.dtype == jnp.int32 for x in (q_ids, kv_ids)):
+        return q_ids.astype(jnp.int32), kv_ids.astype(jnp.int32)
+    # Wider ones, hashes for example, become their ranks among all ids of the call.
+    dtype = jnp.promote_types(q_ids.dtype, kv_ids.dtype)
+    if not jnp.issubdtype(dtype, jnp.integer):  # int64 beside uint64
+        dtype = jnp.uint64
+    negative = [x < 0 for x in (q_ids, kv_ids)]
+    ids = [x.astype(dtype) for x in (q_ids, kv_ids)]
+    every = jnp.sort(jnp.concatenate([x.ravel() for x in ids]))
+    ranks = [jnp.searchsorted(every, x).astype(jnp.int32) for x in ids]
+    q_ranks, kv_ranks = map(jnp.where, negative, (-1, -1), ranks)
+    return q_ranks, kv_ranks
 
 
-def _to_int32(x: jax.Array) -> jax.Array:
+def to_int32(x: jax.Array) -> jax.Array:
+    """Return int32, saturated: a 64-bit length beyond any array must not wrap to a
+    negative one."""
     if x.dtype == jnp.int32:
         return x
-    # Saturate: a 64-bit length beyond any array must not wrap to a negative one.
     if x.dtype.itemsize >= 4:
         info = np.iinfo(np.int32)
         low = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else info.min

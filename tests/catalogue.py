@@ -108,14 +108,15 @@ def _many_operations_twin(s, b, h, q, kv, a):
 def _branches(a):
     def mod(s, b, h, q_idx, kv_idx):
         s = jnp.where(q_idx > kv_idx, s * a, s - a)
-        return jax.lax.cond(h % 2 == 0, lambda x: 0.5 * x, lambda x: -x, s)
+        # A branch with a residual, which the derivative carries out of it.
+        return jax.lax.cond(h % 2 == 0, lambda x: 0.5 * x * x, lambda x: -x, s)
 
     return mod
 
 
 def _branches_twin(s, b, h, q, kv, a):
     s = np.where(q > kv, s * a, s - a)
-    return np.where(h % 2 == 0, 0.5 * s, -s)
+    return np.where(h % 2 == 0, 0.5 * s * s, -s)
 
 
 def _leaky(s, b, h, q_idx, kv_idx):
@@ -152,6 +153,15 @@ SCORE_MODS = {
             make_params=lambda rng, z: (np.asarray(1.5, np.float32),),
             build=fkl_jax.SoftCap,
             value=lambda s, b, h, q, kv, cap: cap * np.tanh(s / cap),
+        ),
+        *(
+            ScoreEntry(
+                name=f"soft_cap_{cap}",
+                make_params=lambda rng, z: (),
+                build=lambda cap=cap: fkl_jax.SoftCap(float(cap)),
+                value=lambda s, b, h, q, kv, cap=cap: cap * np.tanh(s / cap),
+            )
+            for cap in (20, 50)
         ),
         ScoreEntry(
             name="alibi",
@@ -271,9 +281,13 @@ SCORE_MODS = {
             name="read_twice",
             make_params=lambda rng, z: (_normal(rng, z.kv_seq_len + 1),),
             build=_captured(
-                lambda a: lambda s, b, h, q_idx, kv_idx: s + a[kv_idx] * a[q_idx // 2]
+                lambda a: (
+                    lambda s, b, h, q_idx, kv_idx: (
+                        s + a[kv_idx] * a[q_idx // 2] + a[kv_idx] * 1.0
+                    )
+                )
             ),
-            value=lambda s, b, h, q, kv, at_kv, at_q: s + at_kv * at_q,
+            value=lambda s, b, h, q, kv, at_kv, at_q: s + at_kv * at_q + at_kv,
             loads=lambda mod, b, h, q, kv: [
                 (0, (_wrap(kv, mod.params[0].size),)),
                 # int division truncates towards minus infinity in jnp and numpy
@@ -425,6 +439,14 @@ MASK_MODS = {
             name="dense_one_head",
             make_params=lambda rng, z: (
                 rng.random((z.batch, 1, z.q_seq_len, z.kv_seq_len)) < 0.6,
+            ),
+            build=lambda mask: fkl_jax.DenseMask(mask),
+            dense=_dense_at,
+        ),
+        MaskEntry(
+            name="dense_of_keys",
+            make_params=lambda rng, z: (
+                rng.random((z.batch, 1, 1, z.kv_seq_len)) < 0.6,
             ),
             build=lambda mask: fkl_jax.DenseMask(mask),
             dense=_dense_at,

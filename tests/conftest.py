@@ -13,6 +13,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+# Sharding is tested on eight CPU devices of this process; to the other tests the first
+# is all there is. Not by XLA_FLAGS, which the programs that tests start would inherit.
+jax.config.update("jax_num_cpu_devices", 8)
+
 # What a test is run with: the device, and `implementation`. "cuda" needs `-m gpu`.
 BACKENDS = {"xla": "xla", "ffi": "ffi", "cuda": "ffi"}
 

@@ -143,6 +143,14 @@ def test_from_segment_ids(block_q, block_kv, ordered):
         assert (got & ~blocks).mean() <= 0.1
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+def test_from_segment_ids_pads_with_no_segment(dtype):
+    """The padding of unsigned ids must not become a segment of its own."""
+    q_ids, kv_ids = np.asarray([[0, 0, 0, 0, 1]], dtype), np.asarray([[2, 2, 2]], dtype)
+    mask = BlockMask.from_segment_ids(q_ids, kv_ids, block_q=4, block_kv=4)
+    assert not np.asarray(mask.mask).any()
+
+
 @pytest.mark.parametrize("block_q,block_kv", [(4, 8), (7, 5), (128, 128)])
 @pytest.mark.parametrize("lead", [(), (1, 1), (2, 1), (1, 3), (2, 3)])
 def test_from_dense(block_q, block_kv, lead):

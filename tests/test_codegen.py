@@ -1,6 +1,7 @@
 """The functors that `_codegen.py` prints, run on the CPU, against JAX's own evaluation
 of the same function; and the text itself."""
 
+import ctypes
 import dataclasses
 import functools
 from typing import Any
@@ -127,6 +128,65 @@ extern "C" void {name}_run(const void** captures, float** grads, const int* shap
 """
 
 
+# The cheap forms: each lane has a run of keys (forward) or of query rows (backward).
+RUNS = """
+namespace forward_{name} {{
+{forward}
+}}
+extern "C" void {name}_runs(const void** captures, const int* shape, int q_offset,
+                            const float* score, float* by_keys, float* by_rows,
+                            float* slope, bool* trips) {{
+  fkl::CommonParams params{{}};
+  for (int k = 0; k < fkl::kMaxCaptures && captures[k]; ++k)
+    params.captures[k].data = const_cast<void*>(captures[k]);
+  constexpr int kLength = {length};
+  constexpr float kScale = {scale}f, kShift = {shift}f;
+  const auto outer = fkl::outer_index(params, 0);
+  const auto forward = forward_{name}::ScoreMod::bind(params, outer);
+  const auto for_each = [&](auto body) {{
+    for (int bh = 0; bh < shape[0] * shape[1]; ++bh)
+      for (int q = 0; q < shape[2]; ++q)
+        for (int kv = 0; kv < shape[3]; ++kv)
+          body(bh, q, kv, (bh * shape[2] + q) * shape[3] + kv);
+  }};
+  for_each([&](int bh, int q, int kv, int at) {{
+    const auto head = forward.bind_head(bh / shape[1], bh % shape[1]);
+    const auto row = forward.bind_row(head, q + q_offset);
+    const int j = kv % kLength;
+    fkl::RunGuard guard;
+    auto run = forward.bind_run(head, row, kv - j, kLength - 1, kScale, kShift, guard);
+    run.follow(score[at], 0);
+    by_keys[at] = forward.exponent(head, row, run, score[at] / kScale, kv, j, guard);
+    trips[at] = guard.is_tripped();
+  }});
+  const auto backward = [&](auto mod) {{
+    if constexpr (decltype(mod)::kHasQueryRun) {{
+      for_each([&](int bh, int q, int kv, int at) {{
+        const auto head = mod.bind_head(bh / shape[1], bh % shape[1]);
+        const int j = q % kLength;
+        const auto row = mod.bind_row(head, q - j + q_offset);
+        fkl::RunGuard guard;
+        auto run = mod.bind_query_run(head, row, kv, kLength - 1, kScale, guard);
+        run.follow(score[at], 0);
+        mod.look(run, score[at] / kScale, j, guard);
+        by_rows[at] = mod.exponent(run, score[at] / kScale, j, kShift, &slope[at]);
+        if (guard.is_tripped()) by_rows[at] = NAN;
+      }});
+    }}
+  }};
+  backward(mod_{name}::ScoreMod::bind(params, outer));
+}}
+"""
+RUN_LENGTH, RUN_SCALE, RUN_SHIFT = 7, 1.7, -2.5
+HAVE_QUERY_RUNS = {"soft_cap", "alibi", "alibi_one_slope", "temperature"} | {
+    "alibi_soft_cap_function",
+    "soft_cap_20",
+    "soft_cap_50",
+    "captured_scalar",
+    "captured_half_table",
+}
+
+
 @pytest.fixture(scope="module")
 def scores(tmp_path_factory):
     text = '#include "attention/mods.cuh"\n'
@@ -134,6 +194,14 @@ def scores(tmp_path_factory):
         program = _traced(name)[0].program
         functor = "\n".join(_functors.functor("ScoreMod", program, ALL_CAPTURES))
         text += HARNESS.format(name=name, functor=functor)
+        forward = "\n".join(_functors.functor("ScoreMod", program.forward(), ()))
+        text += RUNS.format(
+            name=name,
+            forward=forward,
+            length=RUN_LENGTH,
+            scale=RUN_SCALE,
+            shift=RUN_SHIFT,
+        )
     return on_cpu.compile_text(text, tmp_path_factory.mktemp("scores"))
 
 
@@ -294,6 +362,94 @@ def test_classify_never_promises_what_is_not_so(masks, name):
 # --- the text ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", [n for n in _names(SCORES) if n != "nan"])
+def test_cheap_forms_are_the_program_unless_they_say_no(scores, name):
+    rng = np.random.default_rng(2)
+    score = (2 * rng.standard_normal(SHAPE)).astype(np.float32)
+    function, captures = _function(name)
+    by_keys, by_rows, slope = (np.full(SHAPE, np.nan, np.float32) for _ in range(3))
+    trips = np.zeros(SHAPE, bool)
+    padding = [np.zeros(0)] * (_codegen.MAX_CAPTURES - len(captures))
+    arrays = on_cpu.pointers([*captures, *padding])
+    for k in range(len(captures), _codegen.MAX_CAPTURES):
+        arrays[k] = None
+    getattr(scores, f"{name}_runs")(
+        arrays,
+        on_cpu.pointer(np.asarray(SHAPE, np.int32)),
+        Q_OFFSET,
+        *map(on_cpu.pointer, (score, by_keys, by_rows, slope, trips)),
+    )
+    b, h, q, kv = (i.astype(np.int32).ravel() for i in np.indices(SHAPE))
+
+    @jax.jit
+    @jax.vmap
+    def whole(s, b, h, q, kv):
+        def of(s):
+            return function(s, b, h, q, kv, *map(jnp.asarray, captures))[0]
+
+        return jax.value_and_grad(of)(s)
+
+    value, dscore = (
+        np.asarray(x, np.float64).reshape(SHAPE)
+        for x in whole(score.ravel(), b, h, q + Q_OFFSET, kv)
+    )
+    log2 = value * np.log2(np.e)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=5e-6)
+    assert np.mean(trips) < 0.95
+    close((by_keys - np.float64(RUN_SHIFT))[~trips], log2[~trips])
+    assert (name in HAVE_QUERY_RUNS) == bool(np.isfinite(slope).any())
+    if name in HAVE_QUERY_RUNS:
+        ok = np.isfinite(by_rows)
+        assert np.mean(ok) > 0.05
+        close((by_rows - np.float64(RUN_SHIFT))[ok], log2[ok])
+        close(slope[ok], dscore[ok])
+
+
+def test_the_polynomial_for_tanh_is_as_good_as_float32_within_its_reach(tmp_path):
+    text = """#include "attention/mods.cuh"
+extern "C" float tanh_of(float x) {
+  return fkl::tanh_small(x * fkl::kTanhUnits) * fkl::kTanhLead;
+}
+extern "C" bool refuses(float x) {
+  fkl::RunGuard guard;
+  guard.see(x * fkl::kTanhUnits);
+  return guard.is_tripped();
+}"""
+    library = on_cpu.compile_text(text, tmp_path)
+    for function, result in (
+        (library.tanh_of, ctypes.c_float),
+        (library.refuses, bool),
+    ):
+        function.argtypes = [ctypes.c_float]
+        function.restype = ctypes.c_bool if result is bool else result
+    xs = np.linspace(-0.6999, 0.6999, 4001, dtype=np.float32)
+    got = np.array([library.tanh_of(x) for x in xs])
+    np.testing.assert_allclose(got, np.tanh(xs.astype(np.float64)), rtol=6e-7)
+    assert not any(library.refuses(x) for x in xs)
+    assert all(library.refuses(x) for x in (0.7001, -0.7001, 1e30, np.inf, np.nan))
+
+
+def test_a_run_whose_index_wraps_is_refused(tmp_path):
+    mod = fkl_jax.ScoreMod(lambda s, b, h, q, kv: s + (q - kv))
+    program = trace_scores([mod], jnp.float32)[0].program.forward()
+    functor = "\n".join(_functors.functor("ScoreMod", program, ()))
+    text = f"""#include "attention/mods.cuh"
+{functor}
+extern "C" bool refuses(int q, int kv, int last) {{
+  const auto mod = ScoreMod::bind({{}}, {{}});
+  const auto head = mod.bind_head(0, 0);
+  fkl::RunGuard guard;
+  mod.bind_run(head, mod.bind_row(head, q), kv, last, 1.0f, 0.0f, guard);
+  return guard.is_tripped();
+}}"""
+    refuses = on_cpu.compile_text(text, tmp_path).refuses
+    refuses.restype = ctypes.c_bool
+    lowest = -(2**31)
+    assert not refuses(5, 100, 127) and not refuses(lowest, -(2**30), 127)
+    assert not refuses(lowest + 127, 0, 127) and refuses(lowest + 126, 0, 127)
+    assert refuses(lowest, 0, 1) and not refuses(lowest, 0, 0)
+
+
 def test_equal_programs_print_equal_texts_that_depend_on_what_is_asked_for():
     def build():
         table = jnp.ones((4, 3))
@@ -317,10 +473,10 @@ def test_no_function_per_score_where_one_per_head_is_enough():
     mod = fkl_jax.ScoreMod(lambda s, b, h, q, kv: s / (cap * h + jnp.exp(q / 8.0)))
     program = trace_scores([mod], jnp.float32)[0].program.forward()
     text = "\n".join(_functors.functor("ScoreMod", program, ()))
-    per_score = text[text.index("float score(") :]
-    assert (
-        "exp" not in per_score and "div" not in per_score and "capture" not in per_score
-    )
+    per_score = text[text.index("float score(") : text.index("struct Run")]
+    assert not any(word in per_score for word in ("exp", "div", "capture"))
+    per_key = text[text.index("float exponent(") :]
+    assert not any(word in per_key for word in ("expf", "div", "capture", "head."))
 
 
 @pytest.mark.parametrize(

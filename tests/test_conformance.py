@@ -146,6 +146,66 @@ CASES = [
         traced_scale=True,
         poison=True,
     ),
+    # More than one tile, and parameters without gradients: cheap forms of programs.
+    *(
+        Case(
+            name=f"run_{name}",
+            batch=(1,),
+            q_seq_len=150,
+            kv_seq_len=333,
+            num_q_heads=2,
+            num_kv_heads=1,
+            fixed_mods=True,
+            **{
+                "dtype": "bfloat16",
+                "head_dim": head_dim,
+                "value_head_dim": head_dim,
+                "causal": "bottom_right",
+                **changes,
+            },
+        )
+        for name, head_dim, changes in (
+            ("cap_20", 64, dict(score_mods=("soft_cap_20",))),
+            ("cap_20_large", 64, dict(score_mods=("soft_cap_20",), query_gain=8.0)),
+            ("cap_20_huge", 128, dict(score_mods=("soft_cap_20",), query_gain=1e4)),
+            ("cap_20_128", 128, dict(score_mods=("soft_cap_20",))),
+            ("cap_50_128", 128, dict(score_mods=("soft_cap_50",), query_gain=4.0)),
+            ("cap_50_full", 128, dict(score_mods=("soft_cap_50",), causal=False)),
+            ("cap_20_256", 256, dict(score_mods=("soft_cap_20",))),
+            ("cap_20_half", 128, dict(score_mods=("soft_cap_20",), dtype="float16")),
+            ("alibi", 64, dict(score_mods=("alibi",))),
+            ("alibi_128", 128, dict(score_mods=("alibi",))),
+            ("alibi_256", 256, dict(score_mods=("alibi",))),
+            ("alibi_half", 128, dict(score_mods=("alibi",), dtype="float16")),
+            ("alibi_full", 128, dict(score_mods=("alibi",), causal=False)),
+            (
+                "alibi_offsets",
+                128,
+                dict(score_mods=("alibi",), offsets="scalar", causal=True),
+            ),
+            (
+                "alibi_masks",
+                64,
+                dict(
+                    score_mods=("alibi",),
+                    mask_mods=("window",),
+                    lengths="qk",
+                    segment_ids=True,
+                    poison=True,
+                    sinks=True,
+                ),
+            ),
+            (
+                "alibi_cap",
+                128,
+                dict(score_mods=("alibi_soft_cap_function",), query_gain=0.3),
+            ),
+            ("alibi_then_cap", 64, dict(score_mods=("alibi", "soft_cap_50"))),
+            ("relative_bias", 128, dict(score_mods=("relative_bias",))),
+            ("temperature", 128, dict(score_mods=("temperature",))),
+            ("own", 64, dict(score_mods=("own_score_mod",))),
+        )
+    ),
     *(
         Case(name=f"{dtype}_{name}", dtype=dtype, **changes)
         for dtype in ("bfloat16", "float16")

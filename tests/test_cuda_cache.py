@@ -13,7 +13,7 @@ import nvrtc
 import pytest
 
 import fkl_jax
-from fkl_jax import _ext, _ffi
+from fkl_jax import _config, _ext, _ffi
 
 DEVICE = Path(fkl_jax.__file__).parent / "device"
 ARCH = "sm_80"
@@ -31,9 +31,14 @@ def library_dirs():
     return [*EXTRA, *site]
 
 
-def configure(cache_dir="", *, device_dir=DEVICE, dump_dir=""):
+def configure(cache_dir="", *, device_dir=DEVICE, dump_dir="", cache_bytes=0):
     _ext.set_cuda_settings(
-        str(device_dir), "", library_dirs(), str(cache_dir), str(dump_dir)
+        str(device_dir),
+        "",
+        library_dirs(),
+        str(cache_dir),
+        str(dump_dir),
+        cache_bytes,
     )
 
 
@@ -258,6 +263,56 @@ def test_architecture_that_nvrtc_does_not_know(nvrtc):
     assert _ext.cuda_arch_name(90) == "sm_90a"
     with pytest.raises(RuntimeError, match="compute capability 99.0; install a newer"):
         _ext.cuda_arch_name(990)
+
+
+def test_the_longest_unused_entries_go(cache):
+    texts = [glue() for _ in range(4)]
+    paths = []
+    for n, text in enumerate(texts):
+        _ext.cached_cubin(text, ARCH)
+        paths.append(cache / "cuda" / f"{_ext.cuda_cache_key(text, ARCH)}.cubin")
+        os.utime(paths[n], (1000.0 + n, 1000.0 + n))
+    _ext.cached_cubin(texts[0], ARCH)  # used again: the newest of all
+    size = paths[0].stat().st_size
+    configure(cache, cache_bytes=4 * size)
+    before = _ext.cuda_counts()
+    _ext.cached_cubin(glue(), ARCH)
+    # Five entries are one too many, and a tenth of four is to be left free.
+    assert change(before) == {"compiled": 1, "evicted": 2}
+    assert [path.exists() for path in paths] == [True, False, False, True]
+    assert len(entries(cache)) == 3
+    _ext.cached_cubin(glue(), ARCH)
+    assert change(before) == {"compiled": 2, "evicted": 2}
+
+
+def test_an_evicted_entry_is_made_again(cache):
+    configure(cache, cache_bytes=1)
+    text, before = glue(), _ext.cuda_counts()
+    first = _ext.cached_cubin(text, ARCH)
+    assert entries(cache) == []
+    assert _ext.cached_cubin(text, ARCH) == first
+    assert change(before) == {"compiled": 2, "evicted": 2}
+
+
+def test_without_a_bound_nothing_goes(cache):
+    configure(cache, cache_bytes=0)
+    before = _ext.cuda_counts()
+    for _ in range(3):
+        _ext.cached_cubin(glue(), ARCH)
+    assert change(before) == {"compiled": 3}
+    assert len(entries(cache)) == 3
+
+
+@pytest.mark.parametrize("text, size", [("", 1 << 30), ("0", 0), ("3", 3 << 20)])
+def test_bound_of_the_cache(monkeypatch, text, size):
+    monkeypatch.setenv("FKL_JAX_CACHE_MIB", text)
+    assert _config.cache_bytes() == size
+
+
+def test_bad_bound_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("FKL_JAX_CACHE_MIB", "-1")
+    with pytest.raises(ValueError, match="FKL_JAX_CACHE_MIB is '-1'; it must be a who"):
+        _config.cache_bytes()
 
 
 NO_NVRTC = """

@@ -104,6 +104,7 @@ ERRORS = {
     "scale_shape": (dict(scale=_zeros(N)), ValueError, "scale", r"\(4,\)"),
     "scale_nan": (dict(scale=float("nan")), ValueError, "scale", "nan"),
     "scale_inf": (dict(scale=float("inf")), ValueError, "scale", "inf"),
+    "scale_numpy": (dict(scale=np.float32("inf")), ValueError, "scale", "inf"),
     "scale_kind": (dict(scale="1"), TypeError, "scale"),
     "sinks_shape": (dict(sinks=_zeros(K)), ValueError, "sinks", r"\(2,\)"),
     "sinks_dtype": (dict(sinks=_ints(N)), TypeError, "sinks", "int32"),
@@ -137,6 +138,12 @@ ERRORS = {
     ),
     "q_offset_shape": (dict(q_offset=_ints(3)), ValueError, "q_offset", r"\(3,\)"),
     "kv_offset_dtype": (dict(kv_offset=1.5), TypeError, "kv_offset"),
+    "q_offset_wide": (
+        dict(q_offset=2**40), ValueError, "q_offset", "1099511627776", "int32",
+    ),
+    "lengths_wide": (
+        dict(kv_seq_lengths=np.asarray([2**40, 3])), ValueError, "kv_seq", "int32",
+    ),
     # --- causal
     "causal_ambiguous": (
         dict(causal=True), ValueError, "causal", "top_left", "bottom_right",
@@ -193,6 +200,9 @@ ERRORS = {
         _mask(lambda b, h, q, kv: 1.0 * q), TypeError, "mask_mod", "float32",
     ),
     "mask_int": (_mask(lambda b, h, q, kv: q), TypeError, "mask_mod", "int32"),
+    "mask_none_combined": (
+        _mask(fkl_jax.Causal() & (lambda b, h, q, kv: None)), TypeError, "None",
+    ),
     "mask_not_callable": (_mask("causal"), TypeError, "mask_mod", "causal"),
     "mask_is_score_mod": (_mask(fkl_jax.SoftCap(1.0)), TypeError, "mask_mod"),
     "mod_random": (
@@ -231,6 +241,9 @@ CONSTRUCTORS = {
     "window_negative": (lambda: fkl_jax.SlidingWindow(-1), ValueError, "left", "-1"),
     "window_right": (lambda: fkl_jax.SlidingWindow(1, -2), ValueError, "right", "-2"),
     "window_last": (lambda: fkl_jax.SlidingWindow.last(0), ValueError, "0"),
+    "window_wide": (
+        lambda: fkl_jax.SlidingWindow(sys.maxsize), ValueError, "left", "int32",
+    ),
     "window_float": (lambda: fkl_jax.SlidingWindow(1.5), TypeError, "left"),
     "prefix_float": (lambda: fkl_jax.PrefixLM(1.5), TypeError, "length"),
     "padding_float": (lambda: fkl_jax.Padding(_zeros(2)), TypeError, "lengths"),
@@ -263,6 +276,13 @@ CONSTRUCTORS = {
     "block_kv": (
         lambda: fkl_jax.BlockMask(_zeros(1, 2, 2, dtype=bool), block_kv=-3),
         ValueError, "block_kv", "-3",
+    ),
+    "builder_length": (
+        lambda: fkl_jax.BlockMask.causal(8.5, 8), TypeError, "q_len", "8.5",
+    ),
+    "builder_heads": (
+        lambda: fkl_jax.BlockMask.from_mask_mod(fkl_jax.Causal(), 8, 8, heads=-1),
+        ValueError, "heads", "-1",
     ),
     "block_traced": (
         lambda: jax.jit(

@@ -1,7 +1,8 @@
-"""The training example: it runs, both backends train alike, and its cache is right."""
+"""The training examples: they run, backends and devices train alike, and the cache is
+right."""
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import pathlib
 
@@ -10,16 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "train_char_lm.py"
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 IMPLEMENTATIONS = ("ffi", "xla")
+
+
+def imported(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train_char_lm", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return imported("train_char_lm")
+
+
+@pytest.fixture(scope="module")
+def on_mesh():
+    return imported("train_on_mesh")
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +117,47 @@ def test_bad_arguments_are_refused(example, capsys):
     with pytest.raises(SystemExit):
         example.parse_args(["--steps", "0"])
     assert "--steps must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("axis", "splits"), [("tensor", 2), ("tensor", 4), ("seq", 4)])
+def test_devices_train_alike(on_mesh, text, small_model, axis, splits):
+    config = on_mesh.lm.TrainConfig(
+        num_steps=5, batch_size=4, seq_len=32, num_warmup_steps=2
+    )
+    mesh = on_mesh.make_mesh(splits, axis, jax.devices("cpu"))
+    several = on_mesh.train_split(text, mesh, small_model, config)
+    one = on_mesh.train_on_one(text, small_model, config)
+    np.testing.assert_allclose(several, one, rtol=2e-4)
+    assert one[-1] < one[0]
+
+
+def test_parameters_are_split(on_mesh, small_model):
+    """Heads over the axis; two key/value heads stay whole on four devices."""
+    params = on_mesh.lm.init_params(jax.random.key(0), small_model)
+    for splits, kv in ((2, (32, 1, 8)), (4, (32, 2, 8))):
+        mesh = on_mesh.make_mesh(splits, "tensor", jax.devices("cpu"))
+        placed = jax.device_put(params, on_mesh.param_shardings(params, mesh))
+        layer = placed["layers"][0]
+        shapes = {k: x.addressable_shards[0].data.shape for k, x in layer.items()}
+        assert shapes["query"] == (32, 4 // splits, 8)
+        assert shapes["key"] == shapes["value"] == kv
+        assert shapes["down"] == (64 // splits, 32)
+        assert shapes["mlp_norm"] == (32,)
+
+
+def test_whole_command_on_a_mesh(on_mesh, capsys):
+    options = ["--steps=2", "--batch-size=2", "--seq-len=16", "--context", "--compare"]
+    losses = on_mesh.main([*options, "--splits=4"])
+    assert np.isfinite(losses).all()
+    assert "{'data': 2, 'seq': 4}" in capsys.readouterr().out
+
+
+def test_mesh_that_does_not_fit_is_refused(on_mesh, capsys):
+    for options, text in (
+        (["--splits=3"], "--splits must divide the number of devices, 8"),
+        (["--batch-size=3"], "--batch-size must be a multiple of 4"),
+        (["--context", "--seq-len=12"], "--seq-len must be a multiple of 8"),
+    ):
+        with pytest.raises(SystemExit):
+            on_mesh.parse_args(options)
+        assert text in capsys.readouterr().err

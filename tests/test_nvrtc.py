@@ -17,6 +17,7 @@ from cases import Case
 # address. The backward holds two accumulators and two products: what is rarely needed
 # there (walks, masks, captures) goes to memory; each number is a debt, not a wish.
 FORWARD_SPILLS = 32
+MORE_FORWARD_SPILLS = {"alibi_64_90": 192}  # in mixed tiles
 BACKWARD_SPILLS = 320
 MORE_BACKWARD_SPILLS = {
     "all_masks": 512,
@@ -136,6 +137,22 @@ MATRIX = [
         Compile(name=name, case=_case(mask_mods=(name,)), long=True)
         for name in ("window", "prefix_lm_per_batch", "segment_ids", "own_mask_mod")
     ),
+    # Cheap forms of programs.
+    *(
+        Compile(
+            name=f"{name}_90",
+            case=_case(head_dim, causal=True, score_mods=(mod,), fixed_mods=True),
+            arch="sm_90a",
+            long=is_long,
+        )
+        for name, head_dim, mod, is_long in (
+            ("cap", 128, "soft_cap_20", False),
+            ("alibi", 128, "alibi", False),
+            ("alibi_64", 64, "alibi", True),
+            ("cap_256", 256, "soft_cap_20", True),
+            ("alibi_cap", 128, "alibi_soft_cap_function", True),
+        )
+    ),
     # Bias, sinks, traced scale.
     Compile(name="bias", case=_case(bias="BNTS", causal=True)),
     Compile(
@@ -194,7 +211,7 @@ def test_kernels_compile_without_spills_and_warnings(one, direction):
     glue = call.glue(gpu)
     compiled = compiler.compile(glue.text, one.arch, one.aligned)
     assert compiled.warnings == []
-    allowed = FORWARD_SPILLS
+    allowed = MORE_FORWARD_SPILLS.get(one.name, FORWARD_SPILLS)
     if is_backward:
         allowed = MORE_BACKWARD_SPILLS.get(one.name, BACKWARD_SPILLS)
     assert compiled.spill_bytes <= allowed

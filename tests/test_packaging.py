@@ -68,6 +68,13 @@ def test_no_upper_bound_on_jax():
         assert "<" not in requirement, f"{requirement} would hold users back"
 
 
+def test_tests_of_the_layers_run_where_the_suite_is_installed():
+    """They are skipped without Flax and Equinox, so the `test` extra brings both."""
+    extras = project()["optional-dependencies"]
+    assert "fkl_jax[flax,equinox]" in extras["test"]
+    assert extras["flax"] and extras["equinox"]
+
+
 def test_licence_is_the_full_text():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
@@ -94,7 +101,8 @@ import fkl_jax
 assert not xla_bridge.backends_are_initialized(), "importing started a JAX backend"
 assert os.listdir() == files, "importing made files"
 assert logging.getLogger().handlers == handlers, "importing added a log handler"
-extra = {"matplotlib", "tqdm", "subprocess", "pytest"} & (set(sys.modules) - modules)
+unwanted = {"matplotlib", "tqdm", "subprocess", "pytest", "flax", "equinox"}
+extra = unwanted & (set(sys.modules) - modules)
 assert not extra, f"importing pulled in {extra}"
 """
 

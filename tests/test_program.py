@@ -99,6 +99,26 @@ def test_captures_are_operands_with_one_gradient_each():
     assert mod.program.dscore is not None
 
 
+def test_reads_of_one_element_are_one_load_with_the_sum_of_their_gradients():
+    table = jnp.ones(4)
+    mod, _ = _score(lambda s, b, h, q, kv: s + table[h] + table[h])
+    ((load, grad),) = mod.program.load_grads
+    node = mod.program.nodes[grad]
+    assert mod.program.nodes[load].op == "load" and node.op == "add.f32"
+    assert {mod.program.nodes[a].data for a in node.args} == {"ct"}
+
+
+def test_what_a_jitted_helper_closes_over_is_captured():
+    def make(table):
+        helper = jax.jit(lambda s, h: s * table[h])
+        return _score(lambda s, b, h, q, kv: helper(s, h))
+
+    (first, before), (second, after) = make(jnp.ones(4)), make(jnp.arange(4.0))
+    assert first.program is not None and first == second
+    np.testing.assert_array_equal(before[0], np.ones(4))
+    np.testing.assert_array_equal(after[0], np.arange(4.0))
+
+
 def test_traced_values_may_be_captured():
     @jax.jit
     def f(slopes):
@@ -117,6 +137,9 @@ def test_traced_values_may_be_captured():
             "stack|sort|concat",
         ),
         (lambda s, b, h, q, kv: s + jax.lax.erf_inv(s), "erf_inv"),
+        # An int32 does not hold their values.
+        (lambda s, b, h, q, kv: s + (q - kv).astype(jnp.uint32) * 1.0, "uint32"),
+        (lambda s, b, h, q, kv: s + s.astype(jnp.uint32).astype(jnp.int32), "uint32"),
         (lambda s, b, h, q, kv: jax.lax.fori_loop(0, 3, lambda _, x: x * s, s), "scan"),
     ],
 )
@@ -125,6 +148,20 @@ def test_what_no_program_can_say_is_named_with_its_line(function, word):
     assert mod.program is None
     assert re.search(word, mod.unsupported), mod.unsupported
     assert re.search(r"test_program\.py:\d+", mod.unsupported), mod.unsupported
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, q, kv: q * jnp.int64(3_000_000_000) > kv,
+        lambda b, h, q, kv: q.astype(jnp.int64) * kv > 5,
+        lambda b, h, q, kv: jnp.asarray([2**33, 2**34])[q] == q,
+    ],
+)
+def test_64_bit_integers_that_int32_might_not_hold_are_refused(function):
+    with jax.enable_x64(True):
+        mod, _ = trace_masks([MaskMod(function)])
+    assert mod.program is None and "int32" in mod.unsupported, mod.unsupported
 
 
 def test_equal_functions_are_refused_each_with_its_own_line():

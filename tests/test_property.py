@@ -106,7 +106,10 @@ for _part in range(10):
     globals()[f"test_random_configurations_{_part}"] = (
         _test if _part < 3 else _compiled(_test)
     )
+# On a GPU, where each of these compiles kernels of its own, `test_random_cases.py` does
+# the many.
+_on_cpu = pytest.mark.backends("ffi", "xla")
 for _part in range(20):
-    globals()[f"test_many_random_configurations_{_part}"] = pytest.mark.long(
-        _sweep(100, 100 + _part)
+    globals()[f"test_many_random_configurations_{_part}"] = _on_cpu(
+        pytest.mark.long(_sweep(100, 100 + _part))
     )

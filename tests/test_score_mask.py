@@ -28,7 +28,6 @@ class Sources:
     lengths: bool = False
     blocks: bool = False
     program: str = "fkl::NoMaskMod"
-    offsets: bool = True
     exact: bool = False
 
     def __str__(self) -> str:
@@ -43,17 +42,6 @@ CASES = [
     Sources(name="window", program="window::MaskMod", exact=True),
     Sources(name="causal", program="causal::MaskMod", exact=True),
     Sources(name="causal_lengths", program="causal::MaskMod", lengths=True),
-    *(
-        Sources(name=f"{p}_from_0", program=f"{p}::MaskMod", offsets=False)
-        for p in ("window", "causal", "shifted", "from_the_end", "either")
-    ),
-    Sources(
-        name="window_from_0_segments",
-        program="window::MaskMod",
-        segments=True,
-        lengths=True,
-        offsets=False,
-    ),
     Sources(name="segments_blocks_lengths", segments=True, blocks=True, lengths=True),
     Sources(
         name="everything",
@@ -64,13 +52,6 @@ CASES = [
     ),
 ]
 
-
-# Comparisons from both sides, strict or not, and what of them is one interval again.
-INTERVALS = {
-    "shifted": lambda b, h, q, kv: ((q - kv) < 9) & ((q - kv) > -3) & (kv > 2),
-    "from_the_end": lambda b, h, q, kv: ((kv - q) >= -(2**31)) & ((kv - q) <= 5),
-    "either": lambda b, h, q, kv: (kv < 30) | (kv <= q + 1) | ((kv - q) < -(2**31) + 3),
-}
 
 ARRAYS = ("q_ids", "kv_ids", "q_len", "kv_len", "q_off", "kv_off", "blocks")
 ARRAYS += ("left", "right")
@@ -93,46 +74,30 @@ struct Inputs {
   int q_seq_len, kv_seq_len, block_q, block_kv;
   void *q_ids, *kv_ids, *q_len, *kv_len, *q_off, *kv_off, *blocks, *left, *right;
 };
-fkl::CommonParams Params(const Inputs& in, bool has_offsets) {
+fkl::CommonParams Params(const Inputs& in) {
   fkl::CommonParams p{};
   p.q_seq_len = in.q_seq_len, p.kv_seq_len = in.kv_seq_len;
   p.block_q = in.block_q, p.block_kv = in.block_kv;
   p.num_kv_blocks = (in.kv_seq_len + in.block_kv - 1) / in.block_kv;
   p.q_segment_ids.data = in.q_ids, p.kv_segment_ids.data = in.kv_ids;
   p.q_seq_lengths.data = in.q_len, p.kv_seq_lengths.data = in.kv_len;
-  if (has_offsets) p.q_offset.data = in.q_off, p.kv_offset.data = in.kv_off;
+  p.q_offset.data = in.q_off, p.kv_offset.data = in.kv_off;
   p.block_mask.data = in.blocks, p.block_mask.row_stride = p.num_kv_blocks;
   p.captures[0].data = in.left, p.captures[1].data = in.right;
   return p;
 }
 // Every lane must find the same tiles.
 template <class Mask, bool kTilesAreKeys>
-int Walk(const Inputs& in, int fixed, int begin, int end, int* tiles, int* states) {
+int Walk(const Inputs& in, int fixed, int begin, int end, bool descends, int* tiles,
+         int* states) {
   constexpr int kFixed = kTilesAreKeys ? %(q)d : %(kv)d;
-  constexpr bool kHasIds = Mask::Config::kHasSegmentIds && kTilesAreKeys;
-  std::vector<int> found[32], found_by_ranges[32];
+  std::vector<int> found[32];
   on_cpu::RunWarp([&] {
-    Mask mask{};
-    const auto params = Params(in, Mask::Config::kHasOffsets);
+    Mask mask;
+    const auto params = Params(in);
     mask.bind(params, fkl::outer_index(params, 0), 0);
-    if constexpr (kHasIds) {
-      std::vector<fkl::IdRange> ranges;
-      for (int first = 0; first < in.kv_seq_len; first += %(kv)d) {
-        fkl::IdRange range{0x7fffffff, -0x7fffffff - 1};
-        for (int i = first; i < std::min(first + %(kv)d, mask.kv_end()); ++i) {
-          range.low = std::min(range.low, mask.kv_segment_ids()[i]);
-          range.high = std::max(range.high, mask.kv_segment_ids()[i]);
-        }
-        ranges.push_back(range);
-      }
-      fkl::TileWalk<Mask, %(q)d, %(kv)d, true, true> walk(
-          mask, fixed * kFixed, fixed * kFixed + kFixed - 1, begin, end, ranges.data());
-      int tile, state;
-      auto& mine = found_by_ranges[threadIdx.x];
-      while (walk.next(mask, &tile, &state)) mine.insert(mine.end(), {tile, state});
-    }
     fkl::TileWalk<Mask, %(q)d, %(kv)d, kTilesAreKeys> walk(
-        mask, fixed * kFixed, fixed * kFixed + kFixed - 1, begin, end);
+        mask, fixed * kFixed, fixed * kFixed + kFixed - 1, begin, end, descends);
     int tile, state;
     auto& mine = found[threadIdx.x];
     while (walk.next(mask, &tile, &state)) mine.insert(mine.end(), {tile, state});
@@ -140,34 +105,23 @@ int Walk(const Inputs& in, int fixed, int begin, int end, int* tiles, int* state
   for (const auto& lane : found) {
     if (lane != found[0]) return -1;
   }
-  for (const auto& lane : found_by_ranges) {
-    if (kHasIds && lane != found[0]) return -1;
-  }
   const int count = static_cast<int>(found[0].size()) / 2;
   for (int i = 0; i < count; ++i) {
     tiles[i] = found[0][2 * i], states[i] = found[0][2 * i + 1];
   }
   return count;
 }
-// `live` and `classify` of every element, beyond the arrays too; 2 if `live_keys` says
-// something else than `live`.
+// `live` and `classify` of every element, beyond the arrays too.
 template <class Mask>
 void Elements(const Inputs& in, int rows, int columns, unsigned char* live,
               int* states) {
-  Mask mask{};
-  const auto params = Params(in, Mask::Config::kHasOffsets);
+  Mask mask;
+  const auto params = Params(in);
   mask.bind(params, fkl::outer_index(params, 0), 0);
   for (int q = 0; q < rows; ++q) {
     const auto row = mask.bind_row(q);
     for (int kv = 0; kv < columns; ++kv) {
       live[q * columns + kv] = mask.live(row, q, kv);
-      if constexpr (Mask::kIsInterval) {
-        const auto keys = mask.live_keys(row);
-        bool is_live = keys.first <= kv && kv <= keys.last;
-        if constexpr (Mask::Config::kHasSegmentIds)
-          is_live = is_live && mask.live_by_ids(row, kv);
-        if (is_live != mask.live(row, q, kv)) live[q * columns + kv] = 2;
-      }
       states[q * columns + kv] = mask.classify(q, q, kv, kv);
     }
   }
@@ -177,15 +131,14 @@ void Elements(const Inputs& in, int rows, int columns, unsigned char* live,
 CASE = """
 struct {name}_Config {{
   static constexpr bool kHasSegmentIds = {segments}, kHasQLengths = {lengths},
-                        kHasKvLengths = {lengths}, kHasBlockMask = {blocks},
-                        kHasOffsets = {offsets};
+                        kHasKvLengths = {lengths}, kHasBlockMask = {blocks};
 }};
 using {name}_Mask = fkl::ScoreMask<{name}_Config, {program}>;
-static_assert({name}_Mask::kIsInterval == ({is_interval}));
 extern "C" int {name}_walk(const Inputs* in, int keys, int fixed, int begin, int end,
-                           int* tiles, int* states) {{
-  return keys ? Walk<{name}_Mask, true>(*in, fixed, begin, end, tiles, states)
-              : Walk<{name}_Mask, false>(*in, fixed, begin, end, tiles, states);
+                           bool descends, int* tiles, int* states) {{
+  return keys ? Walk<{name}_Mask, true>(*in, fixed, begin, end, descends, tiles, states)
+              : Walk<{name}_Mask, false>(*in, fixed, begin, end, descends, tiles,
+                                         states);
 }}
 extern "C" void {name}_elements(const Inputs* in, int rows, int columns,
                                 unsigned char* live, int* states) {{
@@ -205,12 +158,8 @@ def library(tmp_path_factory):
     text = PREFIX
     text += _mask_functor("causal", lambda b, h, q, kv: kv <= q)
     text += _mask_functor("window", SlidingWindow(jnp.int32(1), jnp.int32(1)))
-    for name, mod in INTERVALS.items():
-        text += _mask_functor(name, mod)
     for case in CASES:
         values = {k: str(v).lower() for k, v in dataclasses.asdict(case).items()}
-        is_interval = case.program == "fkl::NoMaskMod" or not case.offsets
-        values["is_interval"] = f"{is_interval and not case.blocks}".lower()
         text += CASE.format(**{**values, "program": case.program})
     return on_cpu.compile_text(text, tmp_path_factory.mktemp("score_mask"))
 
@@ -249,15 +198,13 @@ def _problem(case: Sources, seed: int):
         live &= (q < lengths[0]) & (kv < lengths[1])
     if case.blocks:
         live &= blocks[q // block_q, kv // block_kv] != 0
-    a = (q.astype(np.int64) + case.offsets * offsets[0]).astype(np.int32)
-    b = (kv.astype(np.int64) + case.offsets * offsets[1]).astype(np.int32)
+    a = (q.astype(np.int64) + offsets[0]).astype(np.int32)
+    b = (kv.astype(np.int64) + offsets[1]).astype(np.int32)
     with np.errstate(over="ignore"):
         if "window" in case.program:
             live &= (a - np.int32(LEFT) <= b) & (b <= a + np.int32(RIGHT))
         if "causal" in case.program:
             live &= b <= a
-        if (other := INTERVALS.get(case.program.removesuffix("::MaskMod"))) is not None:
-            live &= other(0, 0, a, b)
     inputs = Inputs(
         q_seq_len=t,
         kv_seq_len=s,
@@ -279,7 +226,7 @@ def test_elements_and_tiles_are_those_of_the_dense_mask(library, case, seed):
     states = np.zeros(padded.shape, np.int32)
     out = on_cpu.pointer(found), on_cpu.pointer(states)
     getattr(library, f"{case.name}_elements")(ctypes.byref(inputs), *padded.shape, *out)
-    np.testing.assert_array_equal(found, padded)
+    np.testing.assert_array_equal(found.astype(bool), padded)
     np.testing.assert_array_equal(states, 2 * padded)
 
     is_exact = case.exact and seed % 7 != 6
@@ -292,8 +239,10 @@ def test_elements_and_tiles_are_those_of_the_dense_mask(library, case, seed):
         )
         for fixed in range(num_fixed):
             begin, end = (0, num_tiles) if fixed % 2 else (1, num_tiles + 40)
-            got = _walk(library, case, inputs, keys, fixed, begin, end)
+            got = _walk(library, case, inputs, keys, fixed, begin, end, False)
             assert list(got) == sorted(got)
+            back = _walk(library, case, inputs, keys, fixed, begin, end, True)
+            assert list(back.items()) == list(got.items())[::-1]
             for k in range(begin, min(end, num_tiles)):
                 rows = slice(fixed * fixed_tile, (fixed + 1) * fixed_tile)
                 part = dense[rows, k * tile : (k + 1) * tile]
@@ -305,12 +254,14 @@ def test_elements_and_tiles_are_those_of_the_dense_mask(library, case, seed):
                     assert got.get(k) != 1 or not (part.all() and is_whole)
 
 
-def _walk(library, case, inputs, keys, fixed, begin, end) -> dict[int, int]:
+def _walk(
+    library, case, inputs, keys, fixed, begin, end, descends=False
+) -> dict[int, int]:
     """The tiles that are not dead, and their states."""
     tiles, states = np.zeros(4096, np.int32), np.zeros(4096, np.int32)
     out = on_cpu.pointer(tiles), on_cpu.pointer(states)
     walk = getattr(library, f"{case.name}_walk")
-    count = walk(ctypes.byref(inputs), int(keys), fixed, begin, end, *out)
+    count = walk(ctypes.byref(inputs), int(keys), fixed, begin, end, descends, *out)
     assert count >= 0, "the lanes of a warp disagree"
     assert len(set(tiles[:count])) == count
     return dict(zip(tiles[:count].tolist(), states[:count].tolist(), strict=True))

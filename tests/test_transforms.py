@@ -371,3 +371,36 @@ def _assert_close(got, want, tolerance=1e-5):
         )  # fmt: skip
 
     jax.tree_util.tree_map_with_path(one, got, want)
+
+
+def _scaled_by_head(backend):
+    q, k = (jax.random.normal(jax.random.key(i), (1, 7, 4, 8)) for i in range(2))
+
+    def loss(q, w):
+        out = fkl_jax.attention(
+            q, k, k, implementation=backend,
+            score_mod=lambda s, b, h, i, j: s * w[h] + w[b],
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(out))
+
+    return loss, q, jnp.arange(1.0, 5.0)
+
+
+def test_every_differentiation_gets_the_gradients_that_it_asks_for(backend):
+    """Of one call, one after the other: both, one, both in another transformation."""
+    loss, q, w = _scaled_by_head(backend)
+    both = jax.grad(loss, (0, 1))
+    want = both(q, w)
+    jax.grad(loss, 1)(q, w)
+    _assert_close(both(q, w), want)
+    _assert_close(jax.jit(both)(q, w), want)
+    mapped = jax.vmap(both, (0, None))(q[None], w)
+    _assert_close(jax.tree.map(lambda x: x[0], mapped), want)
+    _assert_close(jax.jit(jax.grad(loss, 0))(q, w), want[0])
+
+
+def test_hessian(backend):
+    """A score that is linear in the parameter: its derivative depends on nothing."""
+    loss, q, w = _scaled_by_head(backend)
+    got = jax.hessian(loss, 1)(q, w)
+    _assert_close(got, jax.jacrev(jax.grad(loss, 1), 1)(q, w))

@@ -183,6 +183,40 @@ def test_unequal_lengths(t, s, causal, backend):
     check_case(case, backend)
 
 
+@pytest.mark.backends("xla", "ffi")
+@pytest.mark.parametrize("number", [-1e9, -1e30, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("through", ["bias", "score_mod"])
+def test_rows_masked_by_a_large_finite_number(through, number, backend):
+    """Additive masks: such a row is the mean of all values, and nothing in it is NaN,
+    which no zero cotangent could stop."""
+    q, k, v = _qkv(9, 21)
+    masked = jnp.asarray([0, 4, 8])
+    bias = jnp.zeros((9, 21)).at[masked].set(number)
+
+    def attend(q, k, v):
+        how = (
+            dict(bias=bias)
+            if through == "bias"
+            else dict(score_mod=lambda s, b, h, i, j: jnp.where(i % 4 == 0, number, s))
+        )
+        return fkl_jax.attention(q, k, v, implementation=backend, **how)
+
+    out = attend(q, k, v)
+    mean = jnp.repeat(v.mean(1, keepdims=True), q.shape[2] // v.shape[2], axis=2)
+    np.testing.assert_allclose(out[:, masked], mean + 0 * out[:, masked], atol=1e-5)
+    # Padding: the rows exist, nobody uses them.
+    used = jnp.ones((9, 1, 1)).at[masked].set(0)
+    grads = jax.grad(lambda *x: jnp.sum((used * attend(*x)) ** 2), (0, 1, 2))(q, k, v)
+    plain = jax.grad(
+        lambda *x: jnp.sum(
+            (used * fkl_jax.attention(*x, implementation="xla")) ** 2
+        ),
+        (0, 1, 2),
+    )(q, k, v)  # fmt: skip
+    for got, want in zip(grads, plain, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("batch,t,s", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)])
 def test_empty_sizes(batch, t, s, backend):
     case = Case(
@@ -211,16 +245,86 @@ def test_int64_lengths_and_indices_under_x64(backend):
         check(problem, jax.tree.map(np.asarray, actual))
 
 
+def test_gradients_of_captured_float64_arrays_under_x64(backend):
+    case = Case(score_mods=("captured_table", "captured_scalar"), bias="NTS")
+    problem = make_problem(case)
+    with jax.enable_x64(True):
+        floats = {
+            k: jnp.asarray(x, jnp.float64 if k[:5] in ("score", "bias") else x.dtype)
+            for k, x in problem.floats.items()
+        }
+        others, cotangents = jax.tree.map(
+            jnp.asarray, (problem.others, problem.cotangents)
+        )
+        values, grads = make_step(case, backend)(floats, others, cotangents)
+        assert all(g.dtype == floats[k].dtype for k, g in grads.items())
+        grads = {k: np.asarray(g, np.float32) for k, g in grads.items()}
+        check(problem, (jax.tree.map(np.asarray, values), grads))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32])
+def test_wide_segment_ids_stay_apart(dtype, backend):
+    """Ids beyond int32, hashes for example, neither wrap nor saturate into one."""
+    q, k, v = _qkv(6, 9)
+    small = np.random.default_rng(0).integers(0, 3, (2, 15))
+    wide = np.asarray([2**31 + 1, 2**31 + 7, 2**32 - 1]) << (dtype is np.int64)
+    expected = fkl_jax.attention(
+        q, k, v, implementation=backend,
+        q_segment_ids=small[:, :6], kv_segment_ids=small[:, 6:],
+    )  # fmt: skip
+    with jax.enable_x64(True):
+        ids = jnp.asarray(wide[small], dtype)
+        of_q, of_kv = ids[:, :6], ids[:, 6:]
+        for masks in (
+            dict(q_segment_ids=of_q, kv_segment_ids=of_kv),
+            dict(mask_mod=fkl_jax.SegmentIds(of_q, of_kv)),
+            dict(
+                block_mask=fkl_jax.BlockMask.from_segment_ids(
+                    of_q, of_kv, block_q=1, block_kv=1
+                )
+            ),
+        ):
+            out = fkl_jax.attention(q, k, v, implementation=backend, **masks)
+            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_arrays_of_jitted_helpers_are_never_stale(in_a_loop):
+    """Two helpers whose jaxprs have one text and hold different arrays."""
+    q, k, v = _qkv(6, 9)
+
+    def attend(table):
+        helper = jax.jit(lambda s, h: s * table[h])
+
+        def mod(s, b, h, q_idx, kv_idx):
+            if in_a_loop:  # which no program has
+                return jax.lax.fori_loop(0, 1, lambda _, x: helper(x, h), s)
+            return helper(s, h)
+
+        implementation = "xla" if in_a_loop else "ffi"
+        return fkl_jax.attention(q, k, v, score_mod=mod, implementation=implementation)
+
+    for table in (jnp.arange(4.0), jnp.ones(4)):
+        expected = fkl_jax.attention(
+            q, k, v, score_mod=lambda s, b, h, i, j, table=table: s * table[h]
+        )
+        np.testing.assert_allclose(attend(table), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
 def test_narrow_integers_are_taken(dtype, backend):
     q, k, v = _qkv(6, 9)
     lengths = np.asarray([3, 9])
     expected = fkl_jax.attention(
-        q, k, v, kv_seq_lengths=jnp.asarray(lengths), implementation=backend
-    )
+        q, k, v, kv_seq_lengths=jnp.asarray(lengths), implementation=backend,
+        mask_mod=fkl_jax.SegmentIds(np.arange(6) // 4, np.arange(9) // 5),
+    )  # fmt: skip
     out = fkl_jax.attention(
-        q, k, v, kv_seq_lengths=jnp.asarray(lengths, dtype), implementation=backend
-    )
+        q, k, v, kv_seq_lengths=jnp.asarray(lengths, dtype), implementation=backend,
+        mask_mod=fkl_jax.SegmentIds(
+            (np.arange(6) // 4).astype(dtype), (np.arange(9) // 5).astype(dtype)
+        ),
+    )  # fmt: skip
     np.testing.assert_array_equal(out, expected)
 
 

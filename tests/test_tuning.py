@@ -182,19 +182,20 @@ def test_the_key_says_what_a_call_has():
     assert not (plain.has_mask or plain.has_bias or plain.has_score_program)
     assert (plain.direction, plain.dtype, plain.group) == ("forward", "float32", 2)
     assert plain.num_heads == 8  # 2 batch elements of 4 heads
-    for case, *fields in (
+    for case, field in (
         (Case(causal=True), "has_mask"),
         (Case(lengths="k"), "has_mask"),
-        (Case(segment_ids=True), "has_mask", "has_segment_ids"),
+        (Case(segment_ids=True), "has_mask"),
         (Case(block_mask="holes"), "has_mask"),
         (Case(bias="BNTS"), "has_bias"),
         (Case(score_mods=("alibi",)), "has_score_program"),
     ):
         forward, backward = cuda_calls.calls(case)
         for call in (forward, backward):
-            assert all(getattr(_key(call), field) for field in fields)
-        without = dict.fromkeys(fields, False)
-        assert dataclasses.replace(_key(forward), **without) == plain
+            others = {field: False}
+            assert getattr(_key(call), field)
+            assert not getattr(dataclasses.replace(_key(call), **others), field)
+        assert dataclasses.replace(_key(forward), **{field: False}) == plain
     assert _key(cuda_calls.calls(Case(bias="BNTS"))[1]).bias_gradient
     assert _key(cuda_calls.calls(Case(score_mods=("alibi",)))[1]).capture_gradients
 
@@ -219,6 +220,19 @@ def test_a_device_is_described_by_what_it_says():
     unknown = _tuning._describe(device(compute_capability="15.3", core_count=7))
     assert unknown.max_shared_bytes == ANY_GPU.max_shared_bytes
     assert _tuning._describe(device(compute_capability=None)) == ANY_GPU
+
+
+def test_a_family_can_be_asked_for(monkeypatch):
+    h100 = types.SimpleNamespace(compute_capability="9.0", core_count=132)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [h100])
+    assert _tuning.local_gpu().arch == 90
+    monkeypatch.setenv("FKL_JAX_CUDA_FAMILY", "sm80")
+    asked = _tuning.local_gpu()
+    assert asked.arch == 80
+    assert dataclasses.replace(asked, arch=90) == _tuning._describe(h100)
+    monkeypatch.setenv("FKL_JAX_CUDA_FAMILY", "sm81")
+    with pytest.raises(ValueError, match="FKL_JAX_CUDA_FAMILY is 'sm81'; it must be"):
+        _tuning.local_gpu()
 
 
 def test_without_a_gpu_the_plan_is_for_any():

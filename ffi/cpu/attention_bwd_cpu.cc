@@ -28,7 +28,6 @@ constexpr int kTileRows = 96;
 constexpr int kTileColumns = 64;  // a row's live columns fit one 64-bit word
 constexpr int kPackRows = 16;     // rows converted at a time where the copy is not kept
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-constexpr float kLog2E = 1.44269504f;
 constexpr double kSerialFlops = 2e6;                  // below, handing out work costs more than it saves
 constexpr int kTasksPerWorker = 4;                    // fewer leave workers idle at the end
 constexpr int kMaxKeyParts = 4;                       // each part more packs the queries once more
@@ -471,7 +470,7 @@ void BackwardCall::BeginHead(Worker& worker, const Task& task, int head) {
           worker.delta[q] = 0.0f;
           continue;
         }
-        worker.neg_lse[q] = -lse[q] * kLog2E;
+        worker.neg_lse[q] = -lse[q];
         worker.delta[q] = isa_.dot(worker.dout + q * value_stride_, worker.rows_buffer + (q - q0) * value_stride_,
                                    static_cast<int>(value_stride_));
         if (dlse != nullptr) worker.delta[q] -= dlse[q];
@@ -526,7 +525,7 @@ void BackwardCall::ScoreGradients(Worker& worker, const Tile& tile, const TileRo
   args.num_rows = tile.num_q;
   args.num_lanes = static_cast<int>(RoundUp(tile.num_kv, isa_.vector_width));
   args.rows = rows;
-  args.neg_lse_log2 = worker.neg_lse + tile.q_begin;
+  args.neg_lse = worker.neg_lse + tile.q_begin;
   args.delta = worker.delta + tile.q_begin;
   if (!p_.bias && !worker.score) {
     isa_.backward_rows(args);
@@ -544,7 +543,7 @@ void BackwardCall::ScoreGradients(Worker& worker, const Tile& tile, const TileRo
     args.scores = args.probs = scores;
     args.dprobs = needs_dscores_ ? dscores : nullptr;
     args.rows = rows ? rows + row : nullptr;
-    args.neg_lse_log2 = worker.neg_lse + q;
+    args.neg_lse = worker.neg_lse + q;
     args.delta = worker.delta + q;
     if (begin < end) {
       if (p_.bias) {

@@ -70,7 +70,7 @@ struct BackwardRowsArgs {
   int num_rows;
   int num_lanes;
   const TileRow* rows;  // null: every lane is live
-  const float* neg_lse_log2;
+  const float* neg_lse;
   const float* delta;
 };
 

@@ -22,14 +22,15 @@ struct Block {
 
 class FreeList {
  public:
-  // A kept block of at least `bytes` that does not waste more than half of itself, else a new one.
+  // The smallest kept block of at least `bytes`, else a new one. However large it is: its pages are
+  // there already, while a new block beside it might have to drop it.
   Block Take(size_t bytes) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       size_t best = blocks_.size();
       for (size_t i = 0; i < blocks_.size(); ++i) {
         const size_t capacity = blocks_[i].capacity;
-        if (capacity < bytes || (capacity > 2 * bytes && capacity > kHugePage)) continue;
+        if (capacity < bytes) continue;
         if (best == blocks_.size() || capacity < blocks_[best].capacity) best = i;
       }
       if (best < blocks_.size()) {

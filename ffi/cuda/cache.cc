@@ -20,7 +20,7 @@ constexpr std::string_view kMagic = "fkl_jax cubin 1\n";
 constexpr size_t kChecksumDigits = 64;
 
 struct Counters {
-  std::atomic<int64_t> compiled{0}, disk_hits{0}, broken_entries{0}, failed_writes{0};
+  std::atomic<int64_t> compiled{0}, disk_hits{0}, broken_entries{0}, failed_writes{0}, evicted{0};
 };
 Counters& Global() {
   static Counters counters;
@@ -42,12 +42,14 @@ std::optional<std::string> CubinOf(std::string_view entry) {
 
 std::string LoadOrCompile(const std::string& key, const std::string& glue, const std::string& arch, bool aligned,
                           std::string_view origin) {
-  const std::string dir = GetSettings().cache_dir;
-  const std::string path = dir + "/cuda/" + key + ".cubin";
-  if (!dir.empty()) {
+  const Settings settings = GetSettings();
+  const bool is_kept = !settings.cache_dir.empty();
+  const std::string dir = settings.cache_dir + "/cuda", path = dir + "/" + key + ".cubin";
+  if (is_kept) {
     if (const std::optional<std::string> entry = ReadFile(path)) {
       if (std::optional<std::string> cubin = CubinOf(*entry)) {
         ++Global().disk_hits;
+        MarkUsed(path);
         return std::move(*cubin);
       }
       ++Global().broken_entries;
@@ -56,7 +58,11 @@ std::string LoadOrCompile(const std::string& key, const std::string& glue, const
   Compiled compiled = Compile(glue, arch, aligned, origin);
   ++Global().compiled;
   // A folder that cannot be written costs a compile per process, not a call.
-  if (!dir.empty() && !ReplaceFile(path, EntryOf(compiled.cubin)).empty()) ++Global().failed_writes;
+  if (is_kept && !ReplaceFile(path, EntryOf(compiled.cubin)).empty()) {
+    ++Global().failed_writes;
+  } else if (is_kept && settings.cache_bytes > 0) {
+    Global().evicted += KeepNewest(dir, settings.cache_bytes);
+  }
   return std::move(compiled.cubin);
 }
 
@@ -75,7 +81,7 @@ struct Turns {
 
 CacheCounts GetCacheCounts() {
   const Counters& counters = Global();
-  return {counters.compiled, counters.disk_hits, counters.broken_entries, counters.failed_writes};
+  return {counters.compiled, counters.disk_hits, counters.broken_entries, counters.failed_writes, counters.evicted};
 }
 
 std::string CacheKey(const std::string& glue, const std::string& arch, bool aligned) {

@@ -10,7 +10,7 @@ namespace fkl::cuda {
 
 // Since the process started.
 struct CacheCounts {
-  int64_t compiled = 0, disk_hits = 0, broken_entries = 0, failed_writes = 0;
+  int64_t compiled = 0, disk_hits = 0, broken_entries = 0, failed_writes = 0, evicted = 0;
 };
 CacheCounts GetCacheCounts();
 

@@ -93,6 +93,7 @@ nb::dict CountsForPython() {
   result["disk_hits"] = counts.disk_hits;
   result["broken_entries"] = counts.broken_entries;
   result["failed_writes"] = counts.failed_writes;
+  result["evicted"] = counts.evicted;
   result["loaded"] = NumLoadedKernels();
   return result;
 }
@@ -324,16 +325,19 @@ void Bind(nb::module_& m) {
   m.def(
       "set_cuda_settings",
       [](std::string device_dir, std::string nvrtc, std::vector<std::string> library_dirs, std::string cache_dir,
-         std::string dump_dir) {
+         std::string dump_dir, int64_t cache_bytes) {
         SetSettings({.device_dir = std::move(device_dir),
                      .nvrtc = std::move(nvrtc),
                      .library_dirs = std::move(library_dirs),
                      .cache_dir = std::move(cache_dir),
-                     .dump_dir = std::move(dump_dir)});
+                     .dump_dir = std::move(dump_dir),
+                     .cache_bytes = cache_bytes});
       },
       nb::arg("device_dir"), nb::arg("nvrtc"), nb::arg("library_dirs"), nb::arg("cache_dir"), nb::arg("dump_dir"),
-      "Where device headers, NVRTC, compiled kernels and kept sources are; read when first "
-      "needed.");
+      nb::arg("cache_bytes") = 0,
+      "Where device headers, NVRTC, compiled kernels and kept sources are, and what the kernels may take on disk (0: "
+      "any); "
+      "read when first needed.");
   m.def("compile_cuda", &CompileForPython, nb::arg("glue"), nb::arg("arch"), nb::arg("aligned") = true,
         "Compile a glue text for an architecture like 'sm_80': cubin, log, seconds, registers and "
         "spills by kernel, "

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "ffi_checks.h"
@@ -21,10 +22,10 @@ int64_t RoundUp(int64_t a, int64_t multiple) { return CeilDiv(a, multiple) * mul
 
 [[noreturn]] void ThrowDamaged(const std::string& what) { throw InvalidCall("cuda_launch is damaged: " + what); }
 
-void CheckRange(const std::string& what, int64_t value, int64_t smallest, int64_t largest) {
+void CheckRange(std::string_view what, int64_t value, int64_t smallest, int64_t largest) {
   if (value >= smallest && value <= largest) return;
-  ThrowDamaged(what + " is " + std::to_string(value) + ", allowed are " + std::to_string(smallest) + " to " +
-               std::to_string(largest));
+  ThrowDamaged(std::string(what) + " is " + std::to_string(value) + ", allowed are " + std::to_string(smallest) +
+               " to " + std::to_string(largest));
 }
 
 int64_t BytesOf(const Array& array) { return Product(array.dims) * SizeOf(array.dtype); }

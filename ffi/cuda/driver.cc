@@ -225,18 +225,19 @@ Context PrimaryContextOf(int index) {
 
 }  // namespace
 
-void Driver::Check(Result result, const std::string& call) const {
+void Driver::Check(Result result, std::string_view call) const {
   if (result == 0) return;
   const char *name = nullptr, *text = nullptr;
   cuGetErrorName(result, &name);
   cuGetErrorString(result, &text);
-  throw CudaError(call + " failed with code " + std::to_string(result) + " (" + (name ? name : "unnamed") +
+  throw CudaError(std::string(call) + " failed with code " + std::to_string(result) + " (" + (name ? name : "unnamed") +
                   "): " + (text ? text : "no further text"));
 }
 
-void Nvrtc::Check(Result result, const std::string& call) const {
+void Nvrtc::Check(Result result, std::string_view call) const {
   if (result == 0) return;
-  throw CudaError(call + " failed with code " + std::to_string(result) + " (" + nvrtcGetErrorString(result) + ")");
+  throw CudaError(std::string(call) + " failed with code " + std::to_string(result) + " (" +
+                  nvrtcGetErrorString(result) + ")");
 }
 
 const Driver& GetDriver() { return Forever<Lazy<Driver>>().Get(&OpenDriver); }

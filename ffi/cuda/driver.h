@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -81,7 +82,7 @@ struct Driver {
   int version = 0;  // 12040 is CUDA 12.4
 
   // Throws a sentence with the call, the code and its name, unless `result` is success.
-  void Check(Result result, const std::string& call) const;
+  void Check(Result result, std::string_view call) const;
 };
 
 struct Nvrtc {
@@ -102,7 +103,7 @@ struct Nvrtc {
   std::string path;
   std::vector<int> archs;  // compute capability times ten, ascending
 
-  void Check(Result result, const std::string& call) const;
+  void Check(Result result, std::string_view call) const;
 };
 
 // Opened at the first call and kept; they throw a CudaError that says what is missing. A failure is

@@ -2,6 +2,7 @@
 #ifndef FKL_FFI_CUDA_SETTINGS_H_
 #define FKL_FFI_CUDA_SETTINGS_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@ struct Settings {
   std::vector<std::string> library_dirs;  // may hold libnvrtc; they need not exist
   std::string cache_dir;                  // empty: no disk cache
   std::string dump_dir;                   // empty: sources are not kept
+  int64_t cache_bytes = 0;                // that the disk cache may take, 0: any
 };
 
 void SetSettings(Settings settings);

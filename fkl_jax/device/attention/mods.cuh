@@ -220,6 +220,42 @@ FKL_DEVICE float tanh_f32(float x) {
   return ax < kSmall ? small : copysignf(large, x);
 }
 
+// ---- runs of keys (docs/cuda.md, section 2)
+
+// What the cheap form of a score program takes for granted. Looked at once per tile; if it does not hold, the tile is
+// done again by the program as it is written.
+struct RunGuard {
+  static constexpr unsigned kTripped = 0x40000000u;  // of a float: its magnitude is not below 2
+
+  unsigned bits = 0;
+
+  FKL_DEVICE void see(float x) { bits |= static_cast<unsigned>(__float_as_int(x)); }
+  // An index that is first + delta at the last key must not wrap on the way there.
+  FKL_DEVICE void see_run(int first, int delta) {
+    const int last = wrapping_add(first, delta);
+    bits |= (delta < 0 ? last > first : last < first) ? kTripped : 0u;
+  }
+  FKL_DEVICE bool is_tripped() const { return (bits & kTripped) != 0; }
+};
+
+// The same value, but not before `p` is known; `zero` is 0, which the compiler must not know.
+FKL_DEVICE float not_before(float p, unsigned zero, float x) {
+  return __int_as_float(__float_as_int(x) | (__float_as_int(p) & static_cast<int>(zero)));
+}
+
+// tanh(x / kTanhUnits) / kTanhLead, if |x| < 2: that is, for arguments up to kTanhReach; relative error 5e-7. x times
+// an even polynomial whose first coefficient is 1 (a second constant in one instruction would be a move). No
+// transcendental instruction: the exponential of the softmax keeps that unit busy.
+constexpr float kTanhReach = 0.7f, kTanhUnits = 2.0f / kTanhReach, kTanhLead = 1.0855838e-06f;
+FKL_DEVICE float tanh_small(float x) {
+  const float z = x * x;
+  float p = z + -3.2707678e-05f / kTanhLead;
+  p = fmaf(p, z, 6.9754891e-04f / kTanhLead);
+  p = fmaf(p, z, -1.4290329e-02f / kTanhLead);
+  p = fmaf(p, z, 3.4999990e-01f / kTanhLead);
+  return x * p;
+}
+
 // x minus the nearest multiple of pi / 2, and which one that is, modulo 4. The library's sine
 // inlines a loop over memory for large arguments, once per score; here those take double precision
 // (good to 2^50; beyond, 0 stands for what nobody knows).
@@ -316,16 +352,6 @@ FKL_DEVICE int shrl_i32(int a, int b) {
 
 enum TileState : int { kTileDead = 0, kTileMixed = 1, kTileLive = 2 };
 
-// The keys of a row that are live, if these are all from the first to the last: what mask programs with kIsInterval say
-// of keys and queries that are counted from 0.
-struct KeyInterval {
-  int first, last;
-};
-constexpr int kLastKey = 0x7fffffff;
-FKL_DEVICE int saturated(long long x) {
-  return static_cast<int>(x < -kLastKey - 1 ? -kLastKey - 1 : x > kLastKey ? kLastKey : x);
-}
-
 // What every score functor is. `score` is the score before the program. In the backward a program's
 // derivative is taken and the gradients of its captures are summed: for elements that depend on the
 // head only in HeadGrads, on the row only in RowGrads, else they are added at once. `ct` is the
@@ -334,7 +360,7 @@ FKL_DEVICE int saturated(long long x) {
 // what the lanes of kLaneMask (above) have for a row and zeroes it, flush_head what the warp has;
 // all lanes of a warp flush together. HeadGrads and RowGrads start as {}.
 struct NoScoreMod {
-  static constexpr bool kIsIdentity = true, kReadsRow = false;
+  static constexpr bool kIsIdentity = true, kReadsRow = false, kHasQueryRun = false, kHasConstantSlope = true;
   struct Head {};
   struct Row {};
   struct HeadGrads {};
@@ -353,14 +379,13 @@ struct NoScoreMod {
 };
 
 struct NoMaskMod {
-  static constexpr bool kIsIdentity = true, kReadsRow = false, kIsInterval = true;
+  static constexpr bool kIsIdentity = true, kReadsRow = false;
   struct Head {};
   struct Row {};
   static FKL_DEVICE NoMaskMod bind(const CommonParams&, const OuterIndex&) { return {}; }
   FKL_DEVICE Head bind_head(int, int) const { return {}; }
   FKL_DEVICE Row bind_row(const Head&, int) const { return {}; }
   FKL_DEVICE bool live(const Head&, const Row&, int) const { return true; }
-  FKL_DEVICE KeyInterval live_keys(const Head&, const Row&) const { return {0, kLastKey}; }
   FKL_DEVICE int classify(const Head&, int, int, int, int) const { return kTileLive; }
 };
 

@@ -27,24 +27,6 @@ FKL_DEVICE bool has_non_finite(const Chunk16& chunk) {
   return found;
 }
 
-// The same of many chunks of 16-bit elements, one instruction for two: 0 * x + 0 is 0, or NaN and stays so.
-template <class Element>
-struct NonFiniteTest {
-  uint32_t sum[2] = {0, 0};
-
-  FKL_DEVICE void add(const Chunk16& chunk) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (IsSame<Element, BFloat16>::kValue) {
-        asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum[i % 2]) : "r"(chunk.word[i]), "r"(0));
-      } else {
-        asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum[i % 2]) : "r"(chunk.word[i]), "r"(0));
-      }
-    }
-  }
-  FKL_DEVICE bool found() const { return ((sum[0] | sum[1]) & 0x7fff7fffu) != 0; }
-};
-
 // `kThreads` threads share a tile of values (a warp or a block).
 template <class Tile, int kThreads>
 struct PoisonedValues {

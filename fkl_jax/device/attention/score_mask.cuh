@@ -43,7 +43,7 @@ struct IdRange {
 // Every lane gets the range of ids first .. last.
 FKL_DEVICE IdRange warp_id_range(const int* ids, int first, int last) {
   IdRange range{0x7fffffff, -0x7fffffff - 1};
-#pragma unroll 4
+#pragma unroll 2
   for (int i = first + (static_cast<int>(threadIdx.x) & 31); i <= last; i += 32) {
     const int id = __ldg(ids + i);
     range.low = min_i32(range.low, id);
@@ -60,10 +60,6 @@ struct ScoreMask {
       MaskMod::kIsIdentity && !Config::kHasSegmentIds && !Config::kHasBlockMask;
   static constexpr bool kIsTrivial =
       kIsBoundsOnly && !Config::kHasQLengths && !Config::kHasKvLengths;
-
-  // The live keys of a row are an interval but for ids.
-  static constexpr bool kIsInterval = MaskMod::kIsInterval && !Config::kHasBlockMask &&
-                                      (MaskMod::kIsIdentity || !Config::kHasOffsets);
 
   struct Row {
     typename MaskMod::Row mod;
@@ -142,14 +138,6 @@ struct ScoreMask {
     return is_live;
   }
 
-  // The keys of a row that may be live, those that ids exclude among them.
-  FKL_DEVICE KeyInterval live_keys(const Row& row) const {
-    KeyInterval keys{0, kLastKey};
-    if constexpr (!MaskMod::kIsIdentity) keys = mod_.live_keys(head_, row.mod);
-    return {max_i32(keys.first, 0), min_i32(keys.last, row.kv_end - 1)};
-  }
-  FKL_DEVICE bool live_by_ids(const Row& row, int kv) const { return __ldg(kv_segment_ids_ + kv) == row.segment_id; }
-
   // ---- for TileWalk
 
   FKL_DEVICE int classify_without_ids(int q_first, int q_last, int kv_first, int kv_last) const {
@@ -215,20 +203,20 @@ struct ScoreMask {
   typename MaskMod::Head head_;
 };
 
-// Goes through the tiles of the other side that are not dead, ascending. Warp-uniform: all lanes of
+// Goes through the tiles of the other side that are not dead, ascending (or descending). Warp-uniform: all lanes of
 // a warp call it together, and every warp of a block finds the same. `kTilesAreKeys`: the fixed
 // tile is one of queries (fixed_first .. fixed_last inclusive) and it goes through tiles of keys,
 // else the other way round.
 //
 // 32 tiles are classified at once, one by each lane; a tile then costs a few instructions, whatever
-// the mask. `kHasRanges`: the ranges of the ids of the tiles are in memory, else they are found.
-template <class Mask, int kQTile, int kKvTile, bool kTilesAreKeys, bool kHasRanges = false>
+// the mask.
+template <class Mask, int kQTile, int kKvTile, bool kTilesAreKeys>
 struct TileWalk {
   static constexpr int kTile = kTilesAreKeys ? kKvTile : kQTile;
 
   FKL_DEVICE TileWalk(const Mask& mask, int fixed_first, int fixed_last, int tile_begin,
-                      int tile_end, const IdRange* ranges = nullptr)
-      : ranges_(ranges),
+                      int tile_end, bool descends = false)
+      : descends_(descends),
         fixed_first_(fixed_first),
         fixed_last_(fixed_last),
         next_(tile_begin),
@@ -250,7 +238,7 @@ struct TileWalk {
   FKL_DEVICE bool next(const Mask& mask, int* tile, int* state) {
     if constexpr (Mask::kIsBoundsOnly) {
       if (next_ >= end_) return false;
-      *tile = next_++;
+      *tile = descends_ ? --end_ : next_++;
       *state = classify(mask, *tile);
       return true;
     } else {
@@ -258,10 +246,11 @@ struct TileWalk {
         if (next_ >= end_) return false;
         classify_group(mask);
       }
-      const int lane = __ffs(static_cast<int>(present_)) - 1;
-      *tile = next_ - 32 + lane;
+      const int present = static_cast<int>(present_);
+      const int lane = descends_ ? 31 - __clz(present) : __ffs(present) - 1;
+      *tile = (descends_ ? end_ : next_ - 32) + lane;
       *state = (mixed_ >> lane) & 1u ? kTileMixed : kTileLive;
-      present_ &= present_ - 1u;
+      present_ ^= 1u << lane;
       return true;
     }
   }
@@ -273,35 +262,33 @@ struct TileWalk {
                          : mask.classify_without_ids(first, last, fixed_first_, fixed_last_);
   }
 
-  // Tiles next_ .. next_ + 31.
+  // Tiles next_ .. next_ + 31, or end_ - 32 .. end_ - 1.
   FKL_DEVICE void classify_group(const Mask& mask) {
-    const int tile = next_ + (static_cast<int>(threadIdx.x) & 31);
-    int state = tile < end_ ? classify(mask, tile) : kTileDead;
-    if constexpr (kHasRanges) {
-      if (state != kTileDead) state = min_i32(state, fixed_ids_.classify(ranges_[tile]));
-    }
+    const int first_tile = descends_ ? end_ - 32 : next_;
+    const int tile = first_tile + (static_cast<int>(threadIdx.x) & 31);
+    const int state = next_ <= tile && tile < end_ ? classify(mask, tile) : kTileDead;
     present_ = __ballot_sync(0xffffffffu, state != kTileDead);
     mixed_ = __ballot_sync(0xffffffffu, state == kTileMixed);
-    if constexpr (Mask::Config::kHasSegmentIds && !kHasRanges) {
+    if constexpr (Mask::Config::kHasSegmentIds) {
       const int* ids = kTilesAreKeys ? mask.kv_segment_ids() : mask.q_segment_ids();
       const int size = kTilesAreKeys ? mask.kv_end() : mask.q_end();
       // The warp together looks at the ids of one tile after the other: its reads are contiguous.
       for (unsigned rest = present_; rest != 0; rest &= rest - 1u) {
         const unsigned bit = rest & (0u - rest);
-        const int first = (next_ + __ffs(static_cast<int>(rest)) - 1) * kTile;
+        const int first = (first_tile + __ffs(static_cast<int>(rest)) - 1) * kTile;
         const int by_ids =
             fixed_ids_.classify(warp_id_range(ids, first, min_i32(first + kTile, size) - 1));
         if (by_ids == kTileDead) present_ &= ~bit;
         if (by_ids != kTileLive) mixed_ |= bit;
       }
     }
-    next_ += 32;
+    (descends_ ? end_ : next_) += descends_ ? -32 : 32;
   }
 
-  const IdRange* ranges_;
+  bool descends_;
   int fixed_first_, fixed_last_;
   int next_, end_;
-  unsigned present_, mixed_;  // of tiles next_ - 32 .. next_ - 1
+  unsigned present_, mixed_;  // of tiles next_ - 32 .. next_ - 1, or end_ .. end_ + 31
   IdRange fixed_ids_;
 };
 

@@ -29,37 +29,45 @@ struct StaleSoftmax {
     row_sum[0] = row_sum[1] = 0.0f;
   }
 
-  // The maximum of the first scores. `try_exponentiate` cannot fail then but for NaN and infinity, which stay.
+  // Scores in units of log2, less the rows' maxima.
   template <int kTiles>
-  FKL_DEVICE void start(const float (&acc_s)[kTiles][4], float to_log2) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      row_max_log2[half] = fmaxf(kNoMax, row_max(acc_s, half) * to_log2);
-      row_sum[half] = 0.0f;
-    }
-  }
+  struct Exponents {
+    const float (&acc_s)[kTiles][4];
+    float to_log2, shift[2];
+
+    FKL_DEVICE float of(int tile, int i) const { return fmaf(acc_s[tile][i], to_log2, shift[i / 2]); }
+    FKL_DEVICE void follow(float) {}
+  };
 
   // P with the maximum so far, packed as the left operand of a matrix product, and what row_sum becomes. False: do not
-  // use either, call `update`.
-  template <int kTiles, class Fragment>
-  FKL_DEVICE bool try_exponentiate(Fragment (&probs)[kTiles / 2], float (&total)[2], const float (&acc_s)[kTiles][4],
-                                   float to_log2) const {
-    const float shift[2] = {-row_max_log2[0], -row_max_log2[1]};
-    float sum[2] = {0.0f, 0.0f};
+  // use either, call `update`. `exponents`: as the struct above; `follow` gets a P of a few columns before, so that long
+  // computations do not all run first, and spill, but under the exponentials of the columns before.
+  template <int kTiles, class Fragment, class ExponentsOf>
+  FKL_DEVICE bool try_exponentiate(Fragment (&probs)[kTiles / 2], float (&total)[2], ExponentsOf exponents) const {
+    constexpr int kAhead = 3;
+    float sum[2] = {0.0f, 0.0f}, last[kTiles];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
+      if (tile >= kAhead) exponents.follow(last[tile - kAhead]);
       float p[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        p[i] = exp2_approx(fmaf(acc_s[tile][i], to_log2, shift[i / 2]));
+        p[i] = exp2_approx(exponents.of(tile, i));
         sum[i / 2] += p[i];
       }
+      last[tile] = p[3];
       probs[tile / 2].reg[tile % 2 * 2] = Conversion<Element>::pack(p[0], p[1]);
       probs[tile / 2].reg[tile % 2 * 2 + 1] = Conversion<Element>::pack(p[2], p[3]);
     }
     total[0] = row_sum[0] + sum[0];
     total[1] = row_sum[1] + sum[1];
     return sum[0] <= kMaxSum && sum[1] <= kMaxSum;
+  }
+  template <int kTiles, class Fragment>
+  FKL_DEVICE bool try_exponentiate(Fragment (&probs)[kTiles / 2], float (&total)[2], const float (&acc_s)[kTiles][4],
+                                   float to_log2) const {
+    return try_exponentiate<kTiles>(probs, total,
+                                    Exponents<kTiles>{acc_s, to_log2, {-row_max_log2[0], -row_max_log2[1]}});
   }
 
   // Finds the maximum first. `factor`: what the accumulated values must be multiplied with.
@@ -68,7 +76,11 @@ struct StaleSoftmax {
                          float to_log2) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float before = row_max_log2[half], after = fmaxf(before, row_max(acc_s, half) * to_log2);
+      float x = fmaxf(acc_s[0][2 * half], acc_s[0][2 * half + 1]);
+#pragma unroll
+      for (int tile = 1; tile < kTiles; ++tile) x = fmaxf(fmaxf(x, acc_s[tile][2 * half]), acc_s[tile][2 * half + 1]);
+      // fmaxf drops NaN; it comes back in the sum.
+      const float before = row_max_log2[half], after = fmaxf(before, quad_max(x) * to_log2);
       factor[half] = exp2_approx(before - after);
       row_max_log2[half] = after;
       row_sum[half] *= factor[half];
@@ -77,15 +89,6 @@ struct StaleSoftmax {
     try_exponentiate(probs, total, acc_s, to_log2);
     row_sum[0] = total[0];
     row_sum[1] = total[1];
-  }
-
-  // fmaxf drops NaN; it comes back in the sum.
-  template <int kTiles>
-  static FKL_DEVICE float row_max(const float (&acc_s)[kTiles][4], int half) {
-    float x = fmaxf(acc_s[0][2 * half], acc_s[0][2 * half + 1]);
-#pragma unroll
-    for (int tile = 1; tile < kTiles; ++tile) x = fmaxf(fmaxf(x, acc_s[tile][2 * half]), acc_s[tile][2 * half + 1]);
-    return quad_max(x);
   }
 
   // Sums over the quads.

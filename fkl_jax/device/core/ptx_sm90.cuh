@@ -56,12 +56,6 @@ FKL_DEVICE void tma_load_4d(uint32_t destination, const void* map, uint32_t barr
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-// Into L2.
-FKL_DEVICE void tma_prefetch_4d(const void* map, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),
-               "r"(c2), "r"(c3)
-               : "memory");
-}
 FKL_DEVICE void tma_store_4d(const void* map, uint32_t source, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)

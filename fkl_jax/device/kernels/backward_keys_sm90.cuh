@@ -393,6 +393,52 @@ struct BackwardKeysSm90 {
     head.flush_dbias(kv, lane, dbias_sum);
   }
 
+  // The same for a live tile by the program's cheap form, if that does. A derivative that is the same for all scores of
+  // a key leaves S^T for P^T and is returned in `slope`, so that dP^T may still be under way; else dS^T is made as
+  // well.
+  template <class Runs>
+  static FKL_DEVICE bool cheap_form_does(const Runs& runs, RunGuard guard, const float (&s)[kTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) runs.look(i % 4 / 2, s[i / 4][i % 4], i / 4 * 8 + i % 2, guard);
+    return !__any_sync(0xffffffffu, guard.is_tripped());
+  }
+  template <class Runs>
+  static FKL_DEVICE void cheap_probs(const Runs& runs, float (&s)[kTiles][4], float (&slope)[2], uint32_t lse_log2) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const Chunk8 lse = load_shared_8(lse_log2 + 32 * tile);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[tile][i] = runs.prob(i / 2, s[tile][i], 8 * tile + i % 2, __uint_as_float(lse.word[i % 2]), &slope[i / 2]);
+    }
+  }
+  template <class Runs>
+  static FKL_DEVICE void cheap_gradients(Runs& runs, const float (&s)[kTiles][4], const float (&dp)[kTiles][4],
+                                         uint32_t (&probs)[kTiles / 2][4], uint32_t (&dscores)[kTiles / 2][4],
+                                         uint32_t lse_log2, unsigned zero) {
+    constexpr int kAhead = 3;
+    runs.follow(s[0][0], zero);  // or the compiler keeps what it looked at in registers
+    float last[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      if (tile >= kAhead) runs.follow(last[tile - kAhead], zero);
+      const Chunk8 lse = load_shared_8(lse_log2 + 32 * tile);
+      float p[4], ds[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float slope;
+        p[i] = runs.prob(i / 2, s[tile][i], 8 * tile + i % 2, __uint_as_float(lse.word[i % 2]), &slope);
+        ds[i] = p[i] * slope * dp[tile][i];
+      }
+      last[tile] = p[3];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        probs[tile / 2][tile % 2 * 2 + half] = Conversion<Element>::pack(p[2 * half], p[2 * half + 1]);
+        dscores[tile / 2][tile % 2 * 2 + half] = Conversion<Element>::pack(ds[2 * half], ds[2 * half + 1]);
+      }
+    }
+  }
+
   // Rows that are marked (backward_rows_sm90.cuh) become 0, in both tiles; all consumer warps come.
   FKL_DEVICE void clear_marked_rows(int stage, int warp, int lane) const {
     for (int row = warp; row < kQTile; row += 8) {
@@ -504,6 +550,7 @@ struct BackwardKeysSm90 {
     wgmma_touch(acc_dk);  // or ptxas sees zeros written while a wgmma runs and serialises all of them
     wgmma_touch(acc_dv);
     Head head;
+    QueryRunHead<ScoreMod> cheap_head;
     int bound_member = -1;
     bool is_poisoned_tile = false;
     unsigned poisoned = 0;
@@ -544,6 +591,7 @@ struct BackwardKeysSm90 {
                                            dout(stage) + split_q * 128);
       const bool is_mixed = (tile_info & kIsMixed) != 0 || is_poisoned_tile;
       const int lane_q = tile * kQTile + split_q + 2 * (lane % 4);
+      uint32_t probs[kTiles / 2][4], dscores[kTiles / 2][4];
       if constexpr (kIsPlain) {
         wgmma_wait<1>();
         wgmma_touch(s);
@@ -570,24 +618,62 @@ struct BackwardKeysSm90 {
           for (int i = 0; i < 4 * kTiles; ++i) dp[i / 4][i % 4] *= s[i / 4][i % 4];
         }
       } else {
-        if (member != bound_member) {
-          if (bound_member >= 0) head.flush_head();
+        const auto bind_head = [&](auto& of) {
           const KeyBlock block = this_block();
-          head.bind(params, outer_index(common, block.outer), block.kv_head * group + member);
-          bound_member = member;
-        }
-        wgmma_wait<0>();
-        wgmma_touch(s);
-        wgmma_touch(dp);
-        if (is_mixed) {
-          score_gradients<true>(head, s, dp, lane_statistics, lane_q, lane_kv, poisoned, lane);
+          of.bind(params, outer_index(common, block.outer), block.kv_head * group + member);
+        };
+        if constexpr (Head::kHasQueryRun) {
+          if (member != bound_member) {
+            const KeyBlock block = this_block();
+            cheap_head.bind(common, outer_index(common, block.outer), block.kv_head * group + member, lane_kv);
+            bound_member = member;
+          }
+          RunGuard guard;
+          auto runs = QueryRuns<ScoreMod>::bind(cheap_head, lane_q, 8 * kTiles - 7, guard);
+          wgmma_wait<1>();
+          wgmma_touch(s);
+          const bool is_cheap = !is_mixed && cheap_form_does(runs, guard, s);
+          float slope[2];
+          if constexpr (ScoreMod::kHasConstantSlope) {
+            if (is_cheap) cheap_probs(runs, s, slope, lane_statistics);
+          }
+          wgmma_wait<0>();
+          wgmma_touch(dp);
+          if (!is_cheap) {
+            Head here;
+            bind_head(here);
+            score_gradients<true>(here, s, dp, lane_statistics, lane_q, lane_kv, poisoned, lane);
+            pack(probs, s);
+            pack(dscores, dp);
+          } else if constexpr (ScoreMod::kHasConstantSlope) {
+            pack(probs, s);
+#pragma unroll
+            for (int i = 0; i < 4 * kTiles; ++i) dp[i / 4][i % 4] *= s[i / 4][i % 4] * slope[i % 4 / 2];
+            pack(dscores, dp);
+          } else {
+            cheap_gradients(runs, s, dp, probs, dscores, lane_statistics,
+                            static_cast<unsigned>(params.padded_q_rows) % kQTile);  // 0, which only the host knows
+          }
         } else {
-          score_gradients<false>(head, s, dp, lane_statistics, lane_q, lane_kv, 0, lane);
+          if (member != bound_member) {
+            if (bound_member >= 0) head.flush_head();
+            bind_head(head);
+            bound_member = member;
+          }
+          wgmma_wait<0>();
+          wgmma_touch(s);
+          wgmma_touch(dp);
+          if (is_mixed) {
+            score_gradients<true>(head, s, dp, lane_statistics, lane_q, lane_kv, poisoned, lane);
+          } else {
+            score_gradients<false>(head, s, dp, lane_statistics, lane_q, lane_kv, 0, lane);
+          }
         }
       }
-      uint32_t probs[kTiles / 2][4], dscores[kTiles / 2][4];
-      pack(probs, s);
-      pack(dscores, dp);
+      if constexpr (!Head::kHasQueryRun) {
+        pack(probs, s);
+        pack(dscores, dp);
+      }
       const uint32_t score_offset = score_stage * ScoreTile::kBytes;
       store_scores(lane_scores + score_offset, dscores);
       if constexpr (kSharesKeys) store_scores(lane_scores + (Shape::kProbs - Shape::kDscores) + score_offset, probs);
@@ -646,7 +732,7 @@ struct BackwardKeysSm90 {
       mbarrier_wait(key_full(), 0);
       mbarrier_wait(value_full(), 0);
     }
-    if constexpr (!kIsPlain) {
+    if constexpr (!kIsPlain && !Head::kHasQueryRun) {
       if (bound_member >= 0) head.flush_head();
     }
     if constexpr (!kSharesKeys) {

@@ -71,6 +71,8 @@ struct BackwardHead {
   static constexpr bool kIsPlain = ScoreMod::kIsIdentity && !Config::kHasBias;
   static constexpr bool kAddsDbias = kAddsGradients && Config::kHasDbias;
   static constexpr bool kAddsDcaptures = kAddsGradients && Config::kHasDcaptures;
+  // Live tiles may use the cheap form of the program.
+  static constexpr bool kHasQueryRun = ScoreMod::kHasQueryRun && !Config::kHasBias && !kAddsDcaptures;
 
   // What one query row needs.
   struct Row {
@@ -214,6 +216,54 @@ struct BackwardHead {
   long long bias_row_stride_, bias_column_stride_;
   float* dbias_;
   long long dbias_row_stride_, dbias_column_stride_;
+};
+
+// The cheap form of a program, with BackwardHead::kHasQueryRun. A bound BackwardHead is many registers; this is what a
+// lane needs of one (outer element, query head) for live tiles.
+template <class ScoreMod>
+struct QueryRunHead {
+  typename ScoreMod::Head mod;
+  float scale;
+  int q_offset, kv_idx;
+
+  // `kv`: the first of the lane's keys.
+  FKL_DEVICE void bind(const CommonParams& params, const OuterIndex& outer, int head, int kv) {
+    mod = ScoreMod::bind(params, outer).bind_head(global_batch(params, outer), global_head(params, outer, head));
+    scale = __ldg(at_outer<const float>(params.scale, outer));
+    q_offset = int_or(params.q_offset, outer, 0);
+    kv_idx = wrapping_add(kv, int_or(params.kv_offset, outer, 0));
+  }
+};
+
+// Two keys of a lane, kv and kv + 8, and some query rows, whose first is `q` and whose last is `last` rows further.
+template <class ScoreMod>
+struct QueryRuns {
+  typename ScoreMod::QueryRun run[2];
+
+  static FKL_DEVICE QueryRuns bind(const QueryRunHead<ScoreMod>& head, int q, int last, RunGuard& guard) {
+    const auto row = mod().bind_row(head.mod, wrapping_add(q, head.q_offset));
+    QueryRuns runs;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      runs.run[half] =
+          mod().bind_query_run(head.mod, row, wrapping_add(head.kv_idx, 8 * half), last, head.scale, guard);
+    return runs;
+  }
+  // Does the cheap form do for this score?
+  FKL_DEVICE void look(int half, float product, int j, RunGuard& guard) const {
+    mod().look(run[half], product, j, guard);
+  }
+  // P, and the program's derivative.
+  FKL_DEVICE float prob(int half, float product, int j, float lse_log2, float* slope) const {
+    return exp2_approx(mod().exponent(run[half], product, j, -lse_log2, slope));
+  }
+  FKL_DEVICE void follow(float p, unsigned zero) {
+    run[0].follow(p, zero);
+    run[1].follow(p, zero);
+  }
+
+ private:
+  static FKL_DEVICE ScoreMod mod() { return ScoreMod{}; }  // a cheap form reads no captures
 };
 
 // The same value, but the compiler does not know: keeps addresses that are cheap to make from occupying registers

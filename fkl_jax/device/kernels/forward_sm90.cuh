@@ -3,20 +3,18 @@
 // A block works on query tiles of kQTile rows of one head, one after the other (kIsPersistent: as a counter hands them
 // out, else on one):
 //
-//   warpgroup 0, warp 0      loader: all loads, by TMA
-//   warpgroup 0, warp 1      planner: what a query tile needs (Work), and which tiles of keys are not dead; runs ahead
-//   warpgroup 0, warps 2-3   checkers: look for NaN and infinity in the values of mixed tiles, if there can be any
+//   warpgroup 0, warp 0      producer: which tiles of keys are not dead, and their TMA loads
+//   warpgroup 0, warps 1-3   look for NaN and infinity in the values of mixed tiles, if there can be any
 //   warpgroups 1 ..          consumers, 64 rows each: S = Q K^T -> scores -> P = exp2(S - row_max) -> O += P V, with S,
 //                            P and O in registers. O += P V of a tile runs under the softmax of the next.
 //
 // Shared memory, 128-byte swizzled in chunks of 64 columns: Q, rings of kNumStages tiles of K and of V, O (in the place
-// of Q without kHasOutBuffer). The planner says in a word which tile of keys is next, whether it is mixed, and whether
-// it is the first or last of its query tile; the loader puts that word beside the tile that it loads.
+// of Q without kHasOutBuffer). A word beside each tile of a ring says which tile it is, whether it is mixed, and
+// whether it is the last: consumers do not walk themselves. What the producer has bound for a query tile is in a Work.
 #ifndef FKL_DEVICE_KERNELS_FORWARD_SM90_CUH_
 #define FKL_DEVICE_KERNELS_FORWARD_SM90_CUH_
 
 #include "attention/forward_scores.cuh"
-#include "attention/id_ranges.cuh"
 #include "attention/outer.cuh"
 #include "attention/params.cuh"
 #include "attention/poisoned_values.cuh"
@@ -43,11 +41,8 @@ struct ForwardShape90 {
   static constexpr int kThreads = kWarpgroup * (kNumConsumers + 1);
   static_assert(sizeof(Element) == 2 && Config::kAligned, "what TMA and wgmma take");
   static_assert(kQTile % 64 == 0 && kKvTile % 16 == 0 && kKvTile <= 192, "whole products; 8 rows are bits of a word");
-  static_assert(kKvTile >= 64 && kNumStages >= 2, "bits of TileWord; keys are a tile ahead of values");
   static constexpr bool kHasOutBuffer = Config::kHasOutBuffer;
-  // The planner is ahead of the consumers, who have one query tile to store and the next at work.
-  static constexpr int kNumWorks = Config::kIsPersistent ? 4 : 1;
-  static constexpr int kNumPlans = 8;  // words that the planner may be ahead of the loader
+  static constexpr int kNumWorks = Config::kIsPersistent ? 2 : 1;
 
   // Columns come in chunks of the swizzle; products take only those that there are.
   static constexpr int kHeadChunks = ceil_div(Config::kHeadDim, kSwizzleColumns);
@@ -73,17 +68,15 @@ struct ForwardShape90 {
   static constexpr int kKeyFull = kQueryEmpty + kNumConsumers, kKeyEmpty = kKeyFull + kNumStages;
   static constexpr int kValueFull = kKeyEmpty + kNumStages, kValueEmpty = kValueFull + kNumStages;
   static constexpr int kValueChecked = kValueEmpty + kNumStages;
-  static constexpr int kWorkEmpty = kValueChecked + kNumStages;
-  static constexpr int kPlanFull = kWorkEmpty + kNumWorks, kPlanEmpty = kPlanFull + kNumPlans;
-  static constexpr int kNumBarriers = kPlanEmpty + kNumPlans;
+  static constexpr int kWorkFull = kValueChecked + kNumStages, kWorkEmpty = kWorkFull + kNumWorks;
+  static constexpr int kNumBarriers = kWorkEmpty + kNumWorks;
   static constexpr int kKeyWords = kBarriers + 8 * kNumBarriers;
   static constexpr int kValueWords = kKeyWords + 4 * kNumStages;
-  static constexpr int kPlanWords = kValueWords + 4 * kNumStages;
-  // Which rows of values were cleared: 4 words of each checker.
-  static constexpr int kCleared = round_up(kPlanWords + 4 * kNumPlans, 16);
+  // Which rows of values were cleared: 2 words of each checking warp, padded to 8.
+  static constexpr int kCleared = round_up(kValueWords + 4 * kNumStages, 16);
   static constexpr int kSharedBytes = kSwizzleAlignment + kCleared + 32 * kNumStages;
 
-  // Registers: consumers hold S, two sets of P and O. What is left goes to the others.
+  // Registers: consumers hold S, two sets of P and O. What is left goes to the producer, which walks.
   static constexpr int kProducerRegisters = kNumConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kNumConsumers == 2 ? 232 : 160;
 };
@@ -105,19 +98,14 @@ struct Ring {
   }
 };
 
-// What is said about a tile of keys, and beside it while it is in shared memory.
+// The word beside a tile of keys or of values.
 struct TileWord {
-  static constexpr uint32_t kMixed = 1, kLast = 2, kFirst = 4;  // of its query tile
-  // No tile: a query tile without any; and nothing will follow.
-  static constexpr uint32_t kEmpty = 8, kEnd = 16;
+  static constexpr uint32_t kMixed = 1, kLast = 2, kEnd = 0xffffffffu;  // kEnd: no tile at all, no more work
 
-  static FKL_DEVICE uint32_t of(int tile, int state, bool is_first, bool is_last, int work_slot) {
-    return static_cast<uint32_t>(tile) << 7 | static_cast<uint32_t>(work_slot) << 5 | (is_first ? kFirst : 0) |
-           (is_last ? kLast : 0) | (state == kTileMixed ? kMixed : 0);
+  static FKL_DEVICE uint32_t of(int tile, int state, bool is_last) {
+    return static_cast<uint32_t>(tile) << 2 | (is_last ? kLast : 0) | (state == kTileMixed ? kMixed : 0);
   }
-  static FKL_DEVICE uint32_t empty(int work_slot) { return static_cast<uint32_t>(work_slot) << 5 | kEmpty; }
-  static FKL_DEVICE int tile(uint32_t word) { return static_cast<int>(word >> 7); }
-  static FKL_DEVICE int work_slot(uint32_t word) { return static_cast<int>(word >> 5 & 3); }
+  static FKL_DEVICE int tile(uint32_t word) { return static_cast<int>(word >> 2); }
 };
 
 // A branch that is never taken but hangs on both sums. ptxas moves a wait for a wgmma above arithmetic that does not
@@ -141,30 +129,28 @@ struct Forward90 {
   static constexpr int kQTile = Shape::kQTile, kKvTile = Shape::kKvTile, kNumStages = Shape::kNumStages;
   static constexpr int kNumConsumers = Shape::kNumConsumers, kNumWorks = Shape::kNumWorks;
   static constexpr int kScoreTiles = kKvTile / 8, kOutTiles = Shape::kValueColumns / 8;
-  using Walk = TileWalk<Mask, kQTile, kKvTile, true, Config::kHasSegmentIds>;
-  using Ranges = IdRanges<Config, kKvTile>;
+  using Walk = TileWalk<Mask, kQTile, kKvTile, true>;
   using TileRing = Ring<kNumStages>;
   using WorkRing = Ring<kNumWorks>;
-  using PlanRing = Ring<Shape::kNumPlans>;
   using Poisoned = PoisonedValues<TileLayout<Element, kKvTile, Config::kValueHeadDim>, kWarpgroup>;
 
   // Dead keys within the arrays have values; TMA reads zeros beyond them.
   static constexpr bool kGuardsValues = !Mask::kIsTrivial || Config::kHasKvLengths;
-  static constexpr int kNumCheckers = 2;  // warps
+  static constexpr int kNumCheckers = 3;  // warps
 
   // Launch.tensor_maps.
   enum Map { kQueryMap, kKeyMap, kValueMap, kOutMap };
   // Named barriers, plus the warpgroup.
   enum Barrier { kTurn = 1, kStore = kTurn + kNumConsumers };
 
-  // What is to be known of a query tile.
+  // What the consumers need to know of a query tile.
   struct Work {
     Scores scores;
     const Element* value;
     float* lse;
     float sink;
-    int q_first, head, kv_head;
-    int query_outer, key_outer, value_outer, out_outer;
+    int q_first, head, out_outer;
+    int num_tiles;  // 0: none, -1: no more work; else some
   };
   static_assert(sizeof(Work) <= Shape::kMaxWorkBytes, "");
 
@@ -190,7 +176,6 @@ struct Forward90 {
   FKL_DEVICE uint32_t value_word(int slot) const {
     return shared + static_cast<uint32_t>(Shape::kValueWords + 4 * slot);
   }
-  FKL_DEVICE uint32_t plan_word(int slot) const { return shared + static_cast<uint32_t>(Shape::kPlanWords + 4 * slot); }
   FKL_DEVICE uint32_t cleared(int slot) const { return shared + static_cast<uint32_t>(Shape::kCleared + 32 * slot); }
   FKL_DEVICE Work& work(int slot) const {
     return *reinterpret_cast<Work*>(memory + Shape::kWorks + slot * Shape::kMaxWorkBytes);
@@ -209,33 +194,56 @@ struct Forward90 {
       mbarrier_init(barrier(Shape::kValueChecked + s), kNumCheckers);
     }
     for (int i = 0; i < kNumWorks; ++i) {
+      mbarrier_init(barrier(Shape::kWorkFull + i), 1);
       mbarrier_init(barrier(Shape::kWorkEmpty + i), 4 * kNumConsumers);
-    }
-    for (int i = 0; i < Shape::kNumPlans; ++i) {
-      mbarrier_init(barrier(Shape::kPlanFull + i), 1);
-      mbarrier_init(barrier(Shape::kPlanEmpty + i), 1);
     }
     mbarrier_init_fence();
   }
 
-  // ---- planner: a warp
+  // ---- producer: one warp
 
-  FKL_DEVICE void push_plan(PlanRing* ring, uint32_t word, bool is_leader) const {
-    if (is_leader) {
-      mbarrier_wait(barrier(Shape::kPlanEmpty + ring->slot), ring->parity ^ 1);
-      store_shared_u32(plan_word(ring->slot), word);
-      mbarrier_arrive(barrier(Shape::kPlanFull + ring->slot));
-    }
+  FKL_DEVICE void load_query(const Work& of, int w, int outer, uint32_t parity, bool is_leader) const {
+    if (!is_leader) return;
+    const uint32_t full = barrier(Shape::kQueryFull + w);
+    mbarrier_wait(barrier(Shape::kQueryEmpty + w), parity ^ 1);
+    mbarrier_arrive_expect_bytes(full, Shape::kQueryBytes);
+#pragma unroll
+    for (int c = 0; c < Shape::kHeadChunks; ++c)
+      tma_load_4d(query(w) + static_cast<uint32_t>(c * 64 * kSwizzleBytes), &params.maps.map[kQueryMap], full,
+                  kSwizzleColumns * c, of.head, of.q_first + 64 * w, outer);
+  }
+
+  FKL_DEVICE void load_tile(Map map, int chunks, uint32_t to, uint32_t to_word, uint32_t full, uint32_t empty,
+                            uint32_t parity, uint32_t word, int kv_head, int outer) const {
+    mbarrier_wait(empty, parity ^ 1);
+    store_shared_u32(to_word, word);
+    mbarrier_arrive_expect_bytes(full, kKvTile * chunks * kSwizzleBytes);
+    for (int c = 0; c < chunks; ++c)
+      tma_load_4d(to + static_cast<uint32_t>(c * kKvTile * kSwizzleBytes), &params.maps.map[map], full,
+                  kSwizzleColumns * c, kv_head, TileWord::tile(word) * kKvTile, outer);
+  }
+  FKL_DEVICE void load_key(TileRing* ring, uint32_t word, int kv_head, int outer, bool is_leader) const {
+    const int s = ring->slot;
+    if (is_leader)
+      load_tile(kKeyMap, Shape::kHeadChunks, key(s), key_word(s), barrier(Shape::kKeyFull + s),
+                barrier(Shape::kKeyEmpty + s), ring->parity, word, kv_head, outer);
+    ring->advance();
+  }
+  FKL_DEVICE void load_value(TileRing* ring, uint32_t word, int kv_head, int outer, bool is_leader) const {
+    const int s = ring->slot;
+    if (is_leader)
+      load_tile(kValueMap, Shape::kValueChunks, value(s), value_word(s), barrier(Shape::kValueFull + s),
+                barrier(Shape::kValueEmpty + s), ring->parity, word, kv_head, outer);
     ring->advance();
   }
 
-  FKL_DEVICE void plan() const {
+  FKL_DEVICE void produce() const {
     const CommonParams& common = params.common;
     const bool is_leader = elect_one();
     const QueryTileOrder<Element> order(common, kQTile);
-    PlanRing plans;
+    TileRing key_ring, value_ring;
     WorkRing works;
-    if constexpr (Config::kHasSegmentIds) Ranges(common, params.scratch).find(common);
+    uint32_t query_parity = 0;
     const int num_items = order.size();
     int item = block_index();
 #pragma unroll 1
@@ -247,128 +255,71 @@ struct Forward90 {
 
       const QueryTileIndex index = order.at(item);
       const OuterIndex outer = outer_index(common, index.outer);
+      const int kv_head = index.head / (common.num_q_heads / common.num_kv_heads);
       Work& now = work(works.slot);
       mbarrier_wait(barrier(Shape::kWorkEmpty + works.slot), works.parity ^ 1);
       now.q_first = index.tile * kQTile;
       now.head = index.head;
-      now.kv_head = index.head / (common.num_q_heads / common.num_kv_heads);
-      now.query_outer = map_outer(params.maps, kQueryMap, outer);
-      now.key_outer = map_outer(params.maps, kKeyMap, outer);
-      now.value_outer = map_outer(params.maps, kValueMap, outer);
       now.out_outer = map_outer(params.maps, kOutMap, outer);
       now.scores.bind(common, outer, index.head);
       now.lse = params.lse + (index.outer * common.num_q_heads + index.head) * common.q_seq_len;
-      now.value = at_outer<const Element>(common.value, outer, now.kv_head);
+      now.value = at_outer<const Element>(common.value, outer, kv_head);
       now.sink = -infinity();
       if constexpr (Config::kHasSinks) now.sink = __ldg(at_outer<const float>(common.sinks, outer) + index.head);
       __syncwarp();
       const Mask& mask = now.scores.mask;
       // Rows beyond q_end are not asked about: they must not make tiles mixed.
       const int q_first = now.q_first, q_last = min_int(q_first + kQTile, mask.q_end()) - 1;
-      const IdRange* ranges = nullptr;
-      if constexpr (Config::kHasSegmentIds) ranges = Ranges(common, params.scratch).of(index.outer);
-      Walk walk(mask, q_first, q_last, 0, ceil_div(common.kv_seq_len, kKvTile), ranges);
+      Walk walk(mask, q_first, q_last, 0, ceil_div(common.kv_seq_len, kKvTile), now.scores.grows());
       int tile = 0, state = kTileDead;
-      bool has_tile = walk.next(mask, &tile, &state), is_first = true;
-      if (!has_tile) push_plan(&plans, TileWord::empty(works.slot), is_leader);
-#pragma unroll 1
-      while (has_tile) {
-        int next_tile = 0, next_state = kTileDead;
-        const bool has_next = walk.next(mask, &next_tile, &next_state);
-        push_plan(&plans, TileWord::of(tile, state, is_first, !has_next, works.slot), is_leader);
-        is_first = false;
-        tile = next_tile;
-        state = next_state;
-        has_tile = has_next;
-      }
+      bool has_tile = walk.next(mask, &tile, &state);
+      now.num_tiles = has_tile ? 1 : 0;
+      __syncwarp();
+      if (is_leader) mbarrier_arrive(barrier(Shape::kWorkFull + works.slot));
       works.advance();
+
+      if (has_tile) {
+        const int key_outer = map_outer(params.maps, kKeyMap, outer);
+        const int value_outer = map_outer(params.maps, kValueMap, outer);
+        const int query_outer = map_outer(params.maps, kQueryMap, outer);
+        // Keys run one tile ahead of values.
+        uint32_t value_of = 0;
+        bool is_first = true;
+#pragma unroll 1
+        while (has_tile) {
+          int next_tile = 0, next_state = kTileDead;
+          const bool has_next = walk.next(mask, &next_tile, &next_state);
+          const uint32_t word = TileWord::of(tile, state, !has_next);
+          if (is_first) load_query(now, 0, query_outer, query_parity, is_leader);
+          load_key(&key_ring, word, kv_head, key_outer, is_leader);
+          if (is_first) {
+#pragma unroll
+            for (int w = 1; w < kNumConsumers; ++w) load_query(now, w, query_outer, query_parity, is_leader);
+            query_parity ^= 1;
+          } else {
+            load_value(&value_ring, value_of, kv_head, value_outer, is_leader);
+          }
+          is_first = false;
+          value_of = word;
+          tile = next_tile;
+          state = next_state;
+          has_tile = has_next;
+        }
+        load_value(&value_ring, value_of, kv_head, value_outer, is_leader);
+      }
       item = __shfl_sync(0xffffffffu, next_item, __ffs(__ballot_sync(0xffffffffu, is_leader)) - 1);
     }
-    push_plan(&plans, TileWord::kEnd, is_leader);
-  }
-
-  // ---- loader: a thread
-
-  FKL_DEVICE void load_query(const Work& of, int w, uint32_t parity) const {
-    const uint32_t full = barrier(Shape::kQueryFull + w);
-    mbarrier_wait(barrier(Shape::kQueryEmpty + w), parity ^ 1);
-    mbarrier_arrive_expect_bytes(full, Shape::kQueryBytes);
-#pragma unroll
-    for (int c = 0; c < Shape::kHeadChunks; ++c)
-      tma_load_4d(query(w) + static_cast<uint32_t>(c * 64 * kSwizzleBytes), &params.maps.map[kQueryMap], full,
-                  kSwizzleColumns * c, of.head, of.q_first + 64 * w, of.query_outer);
-  }
-  FKL_DEVICE void prefetch_query(const Work& of) const {
-#pragma unroll
-    for (int i = 0; i < kNumConsumers * Shape::kHeadChunks; ++i)
-      tma_prefetch_4d(&params.maps.map[kQueryMap], kSwizzleColumns * (i % Shape::kHeadChunks), of.head,
-                      of.q_first + 64 * (i / Shape::kHeadChunks), of.query_outer);
-  }
-  FKL_DEVICE void load_key(const Work& of, TileRing* ring, uint32_t word) const {
-    const int s = ring->slot;
-    const uint32_t full = barrier(Shape::kKeyFull + s);
-    mbarrier_wait(barrier(Shape::kKeyEmpty + s), ring->parity ^ 1);
-    store_shared_u32(key_word(s), word);
-    mbarrier_arrive_expect_bytes(full, Shape::kKeyBytes);
-#pragma unroll
-    for (int c = 0; c < Shape::kHeadChunks; ++c)
-      tma_load_4d(key(s) + static_cast<uint32_t>(c * kKvTile * kSwizzleBytes), &params.maps.map[kKeyMap], full,
-                  kSwizzleColumns * c, of.kv_head, TileWord::tile(word) * kKvTile, of.key_outer);
-    ring->advance();
-  }
-  FKL_DEVICE void load_value(const Work& of, TileRing* ring, uint32_t word) const {
-    const int s = ring->slot;
-    const uint32_t full = barrier(Shape::kValueFull + s);
-    mbarrier_wait(barrier(Shape::kValueEmpty + s), ring->parity ^ 1);
-    store_shared_u32(value_word(s), word);
-    mbarrier_arrive_expect_bytes(full, Shape::kValueBytes);
-#pragma unroll
-    for (int c = 0; c < Shape::kValueChunks; ++c)
-      tma_load_4d(value(s) + static_cast<uint32_t>(c * kKvTile * kSwizzleBytes), &params.maps.map[kValueMap], full,
-                  kSwizzleColumns * c, of.kv_head, TileWord::tile(word) * kKvTile, of.value_outer);
-    ring->advance();
-  }
-
-  // A word without a tile.
-  FKL_DEVICE void pass_on(TileRing* ring, int first_full, int first_empty, uint32_t to_word, uint32_t word) const {
-    mbarrier_wait(barrier(first_empty + ring->slot), ring->parity ^ 1);
-    store_shared_u32(to_word, word);
-    mbarrier_arrive(barrier(first_full + ring->slot));
-    ring->advance();
-  }
-
-  FKL_DEVICE void load() const {
-    PlanRing plans;
-    TileRing key_ring, value_ring;
-    uint32_t query_parity = 0;
-    uint32_t word = 0;
-#pragma unroll 1
-    do {
-      const uint32_t word_before = word;
-      mbarrier_wait(barrier(Shape::kPlanFull + plans.slot), plans.parity);
-      word = load_shared_u32(plan_word(plans.slot));
-      mbarrier_arrive(barrier(Shape::kPlanEmpty + plans.slot));
-      plans.advance();
-      if (word & (TileWord::kEmpty | TileWord::kEnd)) {
-        pass_on(&key_ring, Shape::kKeyFull, Shape::kKeyEmpty, key_word(key_ring.slot), word);
-        continue;
-      }
-      const Work& now = work(TileWord::work_slot(word));
-      const bool is_first = word & TileWord::kFirst;
-      // Its place is free when the last product of the query tile before is done: it should not be far then.
-      if (Config::kIsPersistent && is_first) prefetch_query(now);
-      load_key(now, &key_ring, word);
-      // Keys run one tile ahead of values.
-      if (is_first) {
-#pragma unroll
-        for (int w = 0; w < kNumConsumers; ++w) load_query(now, w, query_parity);
-        query_parity ^= 1;
-      } else {
-        load_value(now, &value_ring, word_before);
-      }
-      if (word & TileWord::kLast) load_value(now, &value_ring, word);
-    } while (!(word & TileWord::kEnd));
-    if (kGuardsValues) pass_on(&value_ring, Shape::kValueFull, Shape::kValueEmpty, value_word(value_ring.slot), word);
+    if (Config::kIsPersistent && is_leader) {
+      mbarrier_wait(barrier(Shape::kWorkEmpty + works.slot), works.parity ^ 1);
+      work(works.slot).num_tiles = -1;
+      mbarrier_arrive(barrier(Shape::kWorkFull + works.slot));
+    }
+    if (kGuardsValues && is_leader) {
+      const int s = value_ring.slot;
+      mbarrier_wait(barrier(Shape::kValueEmpty + s), value_ring.parity ^ 1);
+      store_shared_u32(value_word(s), TileWord::kEnd);
+      mbarrier_arrive(barrier(Shape::kValueFull + s));
+    }
   }
 
   // ---- checkers: values under a mask may be NaN or infinite, and 0 * NaN is NaN. Rows of V that hold such an element
@@ -381,32 +332,28 @@ struct Forward90 {
       const int s = ring.slot;
       mbarrier_wait(barrier(Shape::kValueFull + s), ring.parity);
       const uint32_t word = load_shared_u32(value_word(s));
-      if (word & TileWord::kEnd) return;
+      if (word == TileWord::kEnd) return;
       if (word & TileWord::kMixed) {
-        uint32_t any_rows = 0;
+        uint32_t low_rows = 0, high_rows = 0;
+        // Groups of eight rows in turn: 1024 bytes in each chunk of columns.
 #pragma unroll 1
-        for (int number = 0; number < 4; ++number) {
-          uint32_t rows = 0;
-#pragma unroll 1
-          for (int i = 0; i < 4; ++i) {
-            // Of eight rows: 1024 bytes in each chunk of columns.
-            const int group = (4 * number + i) * kNumCheckers + checker;
-            if (group >= kKvTile / 8) break;
-            const uint32_t first = value(s) + static_cast<uint32_t>(group * 8 * kSwizzleBytes);
-            NonFiniteTest<Element> test;
+        for (int turn = 0, group = checker; group < kKvTile / 8; ++turn, group += kNumCheckers) {
+          const uint32_t first = value(s) + static_cast<uint32_t>(group * 8 * kSwizzleBytes);
+          bool found = false;
 #pragma unroll
-            for (int c = 0; c < Shape::kValueChunks; ++c) {
+          for (int c = 0; c < Shape::kValueChunks; ++c) {
 #pragma unroll
-              for (int half = 0; half < 2; ++half)
-                test.add(load_shared_16(first + static_cast<uint32_t>(c * kKvTile * kSwizzleBytes +
-                                                                      (half * kWarpSize + lane) * kChunkBytes)));
-            }
-            if (__any_sync(0xffffffffu, test.found())) rows |= clear_rows(first, lane) << 8 * i;
+            for (int i = 0; i < 2; ++i)
+              found |= has_non_finite<Element>(load_shared_16(
+                  first + static_cast<uint32_t>(c * kKvTile * kSwizzleBytes + (i * kWarpSize + lane) * kChunkBytes)));
           }
-          if (lane == 0) store_shared_u32(cleared(s) + static_cast<uint32_t>(16 * checker + 4 * number), rows);
-          any_rows |= rows;
+          if (!__any_sync(0xffffffffu, found)) continue;
+          const uint32_t rows = clear_rows(first, lane) << (turn % 4 * 8);
+          low_rows |= turn < 4 ? rows : 0;
+          high_rows |= turn < 4 ? 0 : rows;
         }
-        if (any_rows) fence_proxy_async();
+        if (low_rows | high_rows) fence_proxy_async();
+        if (lane == 0) store_shared_8(cleared(s) + static_cast<uint32_t>(8 * checker), low_rows, high_rows);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(barrier(Shape::kValueChecked + s));
       }
@@ -470,15 +417,35 @@ struct Forward90 {
 
   FKL_DEVICE void apply_scores(const Scores& scores, int q_first, const Consumer& me, float (&acc_s)[1][kScoreTiles][4],
                                uint32_t word) const {
-    const auto row_of = [&](int, int half) {
-      return scores.clip_row(q_first + 64 * me.w + 16 * me.warp + 8 * half + me.lane / 4);
-    };
-    const int kv_lane = TileWord::tile(word) * kKvTile + 2 * (me.lane % 4);
-    if (word & TileWord::kMixed) {
-      scores.template apply<true>(acc_s, row_of, kv_lane);
+    const auto row_of = [&](int, int half) { return query_row(scores, q_first, me, half); };
+    // Programs are long, and with them few tiles come here: one piece of code does for all.
+    if (Scores::kHasExponent || (word & TileWord::kMixed)) {
+      scores.template apply<true>(acc_s, row_of, first_key(me, word));
     } else {
-      scores.template apply<false>(acc_s, row_of, kv_lane);
+      scores.template apply<false>(acc_s, row_of, first_key(me, word));
     }
+  }
+  FKL_DEVICE int query_row(const Scores& scores, int q_first, const Consumer& me, int half) const {
+    return scores.clip_row(q_first + 64 * me.w + 16 * me.warp + 8 * half + me.lane / 4);
+  }
+  FKL_DEVICE int first_key(const Consumer& me, uint32_t word) const {
+    return TileWord::tile(word) * kKvTile + 2 * (me.lane % 4);
+  }
+
+  // StaleSoftmax::try_exponentiate by the cheap form of the program. `*is_long`: that does not do here.
+  template <bool kIsMixed>
+  FKL_DEVICE bool exponentiate(const Scores& scores, int q_first, const Consumer& me,
+                               const float (&acc_s)[1][kScoreTiles][4], uint32_t word,
+                               Fragment (&probs)[kScoreTiles / 2], float (&total)[2], uint32_t zero,
+                               bool* is_long) const {
+    RunGuard guard;
+    const auto row_of = [&](int, int half) { return query_row(scores, q_first, me, half); };
+    const bool is_usable = me.softmax.template try_exponentiate<kScoreTiles>(
+        probs, total,
+        scores.template exponents<kIsMixed>(acc_s[0], row_of, first_key(me, word), me.softmax.row_max_log2, zero,
+                                            guard));
+    *is_long = guard.is_tripped();
+    return is_usable && !*is_long;
   }
 
   // Adds the rows of values that the checkers cleared. Nothing is in flight.
@@ -488,18 +455,15 @@ struct Forward90 {
     mbarrier_wait(barrier(Shape::kValueChecked + s), me->checked_parity >> s & 1);
     me->checked_parity ^= 1u << s;
     const Chunk16 first = load_shared_16(cleared(s));
-    const Chunk16 second = load_shared_16(cleared(s) + 16);
-    uint32_t any_rows = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) any_rows |= first.word[i] | second.word[i];
-    if (any_rows == 0) return;
+    const Chunk8 last = load_shared_8(cleared(s) + 16);
+    if ((first.word[0] | first.word[1] | first.word[2] | first.word[3] | last.word[0] | last.word[1]) == 0) return;
 #pragma unroll 1
-    for (int i = 0; i < 4 * kNumCheckers; ++i) {
+    for (int i = 0; i < 2 * kNumCheckers; ++i) {
       uint32_t rows = load_shared_u32(cleared(s) + static_cast<uint32_t>(4 * i));
 #pragma unroll 1
       for (; rows != 0; rows &= rows - 1) {
         const int bit = __ffs(static_cast<int>(rows)) - 1;
-        const int row = ((i % 4 * 4 + bit / 8) * kNumCheckers + i / 4) * 8 + bit % 8;
+        const int row = ((i % 2 * 4 + bit / 8) * kNumCheckers + i / 2) * 8 + bit % 8;
         Poisoned::template add<Mma<Element>>(
             acc_o, probs, row, now.value + (TileWord::tile(word) * kKvTile + row) * params.common.value.row_stride,
             params.common.value_head_dim, me->lane);
@@ -512,82 +476,78 @@ struct Forward90 {
     named_barrier_arrive(kTurn + (me.w + 1 == kNumConsumers ? 0 : me.w + 1), 2 * kWarpgroup);
   }
 
-  // Waits for the next tile of keys, or what is said in its place.
-  FKL_DEVICE uint32_t next_word(const Consumer& me, bool is_here) const {
-    if (!is_here) mbarrier_wait(barrier(Shape::kKeyFull + me.key_ring.slot), me.key_ring.parity);
-    return load_shared_u32(key_word(me.key_ring.slot));
-  }
-  FKL_DEVICE void wait_for_query(Consumer* me) const {
-    mbarrier_wait(barrier(Shape::kQueryFull + me->w), me->query_parity);
-    me->query_parity ^= 1;
-  }
-  // After the product with the tile of keys at the ring's place.
-  FKL_DEVICE void release_keys(Consumer* me, uint32_t word) const {
-    if (Config::kIsPersistent && (word & TileWord::kLast) && me->is_leader)
-      mbarrier_arrive(barrier(Shape::kQueryEmpty + me->w));
-    release(*me, Shape::kKeyEmpty, &me->key_ring);
-  }
-
-  // From the first tile `word` of a query tile on. Query tiles follow each other without a gap: while the last product
-  // of one runs, the scores of the next are made. Ends with the last tile after which there is no other tile, to which
-  // `word` is set; its result is left in `acc_o`, all others are stored.
-  FKL_DEVICE void consume_tiles(uint32_t* last_word, Consumer* me, float (&acc_o)[1][kOutTiles][4]) const {
+  FKL_DEVICE void consume_tiles(const Work& now, Consumer* me, float (&acc_o)[1][kOutTiles][4]) const {
     // ptxas joins two sets of registers that a plain copy connects, and P of the next tile would be written while the
     // product reads P of this one (C7513, all in sequence). A zero that only the host knows keeps them apart.
     const uint32_t zero = static_cast<uint32_t>(params.num_splits - 1);
-    uint32_t word = *last_word;
+    const float to_log2 = now.scores.to_log2;
     Fragment probs[1][kScoreTiles / 2];
-    wait_for_query(me);
+    mbarrier_wait(barrier(Shape::kQueryFull + me->w), me->query_parity);
+    me->query_parity ^= 1;
+    uint32_t word;
     {
       float acc_s[1][kScoreTiles][4];
+      mbarrier_wait(barrier(Shape::kKeyFull + me->key_ring.slot), me->key_ring.parity);
+      word = load_shared_u32(key_word(me->key_ring.slot));
       issue_scores(*me, acc_s[0]);
-      const Work& now = work(TileWord::work_slot(word));
       const Scores scores = now.scores;
       const int q_first = now.q_first;
       wgmma_wait<0>();
       wgmma_touch(acc_s[0]);
-      release_keys(me, word);
+      release(*me, Shape::kKeyEmpty, &me->key_ring);
       apply_scores(scores, q_first, *me, acc_s, word);
       float factor[2];
-      me->softmax.update(probs[0], factor, acc_s[0], scores.to_log2);
+      me->softmax.update(probs[0], factor, acc_s[0], to_log2);
     }
     bool key_is_here = false, value_is_here = false;
+    bool is_cheap = true;  // use the program's cheap form
 #pragma unroll 1
     while (true) {
-      if (kGuardsValues && (word & TileWord::kMixed))
-        add_cleared(work(TileWord::work_slot(word)), me, acc_o, probs, word);
-      const bool is_last = word & TileWord::kLast;
-      if (!Config::kIsPersistent && is_last) break;
-      const uint32_t next = next_word(*me, key_is_here);
-      const bool is_first = Config::kIsPersistent && (next & TileWord::kFirst);
-      if (is_last && !is_first) break;
-      if (is_first) wait_for_query(me);
+      if (kGuardsValues && (word & TileWord::kMixed)) add_cleared(now, me, acc_o, probs, word);
+      if (word & TileWord::kLast) break;
       float acc_s[1][kScoreTiles][4];
+      if (!key_is_here) mbarrier_wait(barrier(Shape::kKeyFull + me->key_ring.slot), me->key_ring.parity);
+      word = load_shared_u32(key_word(me->key_ring.slot));
       take_turn(*me);
       issue_scores(*me, acc_s[0]);
       if (!value_is_here) mbarrier_wait(barrier(Shape::kValueFull + me->value_ring.slot), me->value_ring.parity);
       issue_out(*me, acc_o[0], probs[0]);
       pass_turn(*me);
       // Read under the products; and once, the loops over elements would do it again and again.
-      const Work& now = work(TileWord::work_slot(next));
       const Scores scores = now.scores;
       const int q_first = now.q_first;
       wgmma_wait<1>();
       wgmma_touch(acc_s[0]);
-      release_keys(me, next);
-      apply_scores(scores, q_first, *me, acc_s, next);
-      const StaleSoftmax<Element> before = me->softmax;
-      if (is_first) me->softmax.start(acc_s[0], scores.to_log2);
+      release(*me, Shape::kKeyEmpty, &me->key_ring);
       Fragment next_probs[kScoreTiles / 2];
       float total[2];
-      const bool is_usable = me->softmax.try_exponentiate(next_probs, total, acc_s[0], scores.to_log2) || is_first;
+      bool is_usable = false, is_long = false;
+      if constexpr (Scores::kHasExponent) {
+        total[0] = me->softmax.row_sum[0];
+        total[1] = me->softmax.row_sum[1];
+        if (!is_cheap) {
+          // Done below by the program as it is written.
+        } else if (word & TileWord::kMixed) {
+          is_usable = exponentiate<true>(scores, q_first, *me, acc_s, word, next_probs, total, zero, &is_long);
+        } else {
+          is_usable = exponentiate<false>(scores, q_first, *me, acc_s, word, next_probs, total, zero, &is_long);
+        }
+      } else {
+        apply_scores(scores, q_first, *me, acc_s, word);
+        is_usable = me->softmax.try_exponentiate(next_probs, total, acc_s[0], to_log2);
+      }
       keep_exponentials_here(total[0], total[1]);
       wgmma_wait<0>();
       wgmma_touch(acc_o[0]);
       release(*me, Shape::kValueEmpty, &me->value_ring);
       if (__any_sync(0xffffffffu, !is_usable)) {
+        if constexpr (Scores::kHasExponent) {
+          apply_scores(scores, q_first, *me, acc_s, word);
+          // What does not do for one tile hardly does for the next.
+          is_cheap = is_cheap && !__any_sync(0xffffffffu, is_long);
+        }
         float factor[2];
-        me->softmax.update(probs[0], factor, acc_s[0], scores.to_log2);
+        me->softmax.update(probs[0], factor, acc_s[0], to_log2);
 #pragma unroll
         for (int tile = 0; tile < kOutTiles; ++tile) {
 #pragma unroll
@@ -602,44 +562,29 @@ struct Forward90 {
           for (int i = 0; i < 4; ++i) probs[0][step].reg[i] = next_probs[step].reg[i] | zero;
         }
       }
-      if (is_first) {
-        store_out(TileWord::work_slot(word), before, *me, acc_o);
-        clear(acc_o);
-      }
-      word = next;
       // Asked early, so that the answer's latency is over when it is needed.
       key_is_here = mbarrier_test(barrier(Shape::kKeyFull + me->key_ring.slot), me->key_ring.parity);
       value_is_here = mbarrier_test(barrier(Shape::kValueFull + me->value_ring.slot), me->value_ring.parity);
     }
+    if (Config::kIsPersistent && me->is_leader) mbarrier_arrive(barrier(Shape::kQueryEmpty + me->w));
     mbarrier_wait(barrier(Shape::kValueFull + me->value_ring.slot), me->value_ring.parity);
     issue_out(*me, acc_o[0], probs[0]);
     wgmma_wait<0>();
     wgmma_touch(acc_o[0]);
     release(*me, Shape::kValueEmpty, &me->value_ring);
-    *last_word = word;
   }
 
-  FKL_DEVICE void clear(float (&acc_o)[1][kOutTiles][4]) const {
-#pragma unroll
-    for (int tile = 0; tile < kOutTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc_o[0][tile][i] = 0.0f;
-    }
-  }
-
-  FKL_DEVICE void store_out(int work_slot, StaleSoftmax<Element> softmax, const Consumer& me,
-                            const float (&acc_o)[1][kOutTiles][4]) const {
-    const Work& now = work(work_slot);
-    softmax.finish();
+  FKL_DEVICE void store_out(const Work& now, Consumer* me, const float (&acc_o)[1][kOutTiles][4]) const {
+    me->softmax.finish();
     float factor[2];
     bool is_empty[2];
     // Hidden: what follows from it is found here, not kept in registers since before the loop.
-    const int lane = hidden(me.lane), first_row = hidden(16 * me.warp);
-    const int q = now.q_first + 64 * me.w + first_row + lane / 4;
+    const int lane = hidden(me->lane), first_row = hidden(16 * me->warp);
+    const int q = now.q_first + 64 * me->w + first_row + lane / 4;
     const int q_end = now.scores.mask.q_end(), q_seq_len = params.common.q_seq_len;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      RowResult row = RowResult::of(softmax.row_max_log2[half], softmax.row_sum[half], now.sink);
+      RowResult row = RowResult::of(me->softmax.row_max_log2[half], me->softmax.row_sum[half], now.sink);
       if (q + 8 * half >= q_end) {
         row.is_empty = true;
         row.lse = -infinity();
@@ -649,8 +594,8 @@ struct Forward90 {
       if (lane % 4 == 0 && q + 8 * half < q_seq_len) now.lse[q + 8 * half] = row.lse;
     }
     if (Shape::kHasOutBuffer) {  // the store before must have read it
-      if (me.is_leader) bulk_wait_read<0>();
-      named_barrier_sync(kStore + me.w, kWarpgroup);
+      if (me->is_leader) bulk_wait_read<0>();
+      named_barrier_sync(kStore + me->w, kWarpgroup);
     }
     const int row = first_row + lane % 16;
 #pragma unroll
@@ -662,21 +607,19 @@ struct Forward90 {
                               : Conversion<Element>::pack(x[2 * half] * factor[half], x[2 * half + 1] * factor[half]);
       };
       const int chunk = j % 4 * 2 + lane / 16;
-      stmatrix_x4(out(me.w) + static_cast<uint32_t>(j / 4 * 64 * kSwizzleBytes + row * kSwizzleBytes +
+      stmatrix_x4(out(me->w) + static_cast<uint32_t>(j / 4 * 64 * kSwizzleBytes + row * kSwizzleBytes +
                                                      (chunk ^ row % 8) * kChunkBytes),
                   packed(0), packed(1), packed(2), packed(3));
     }
     fence_proxy_async();
-    named_barrier_sync(kStore + me.w, kWarpgroup);
-    if (me.is_leader) {
+    named_barrier_sync(kStore + me->w, kWarpgroup);
+    if (me->is_leader) {
 #pragma unroll
       for (int c = 0; c < Shape::kValueChunks; ++c)
-        tma_store_4d(&params.maps.map[kOutMap], out(me.w) + static_cast<uint32_t>(c * 64 * kSwizzleBytes),
-                     kSwizzleColumns * c, now.head, now.q_first + 64 * me.w, now.out_outer);
+        tma_store_4d(&params.maps.map[kOutMap], out(me->w) + static_cast<uint32_t>(c * 64 * kSwizzleBytes),
+                     kSwizzleColumns * c, now.head, now.q_first + 64 * me->w, now.out_outer);
       bulk_commit();
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(barrier(Shape::kWorkEmpty + work_slot));
   }
 
   FKL_DEVICE void consume(int w, int warp, int lane) const {
@@ -685,22 +628,27 @@ struct Forward90 {
     me.warp = warp;
     me.lane = lane;
     me.is_leader = threadIdx.x % kWarpgroup == 0;
+    WorkRing works;
     if (w == kNumConsumers - 1) named_barrier_arrive(kTurn, 2 * kWarpgroup);  // the first turn is warpgroup 0's
-    uint32_t word = next_word(me, false);
 #pragma unroll 1
-    while (!(word & TileWord::kEnd)) {
+    do {
+      mbarrier_wait(barrier(Shape::kWorkFull + works.slot), works.parity);
+      const Work& now = work(works.slot);
+      const int num_tiles = now.num_tiles;
+      if (num_tiles < 0) break;
       float acc_o[1][kOutTiles][4];
-      clear(acc_o);
-      me.softmax.clear();
-      if (word & TileWord::kEmpty) {
-        release(me, Shape::kKeyEmpty, &me.key_ring);
-      } else {
-        consume_tiles(&word, &me, acc_o);
+#pragma unroll
+      for (int tile = 0; tile < kOutTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc_o[0][tile][i] = 0.0f;
       }
-      store_out(TileWord::work_slot(word), me.softmax, me, acc_o);
-      if (!Config::kIsPersistent) break;
-      word = next_word(me, false);
-    }
+      me.softmax.clear();
+      if (num_tiles > 0) consume_tiles(now, &me, acc_o);
+      store_out(now, &me, acc_o);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(barrier(Shape::kWorkEmpty + works.slot));
+      works.advance();
+    } while (Config::kIsPersistent);
     if (me.is_leader) bulk_wait_read<0>();  // the store reads shared memory until here
   }
 };
@@ -724,11 +672,9 @@ FKL_DEVICE void forward_sm90(const ForwardParams& params) {
   if (warp < 4) {
     register_count_decrease<Shape::kProducerRegisters>();
     if (warp == 0) {
-      if (elect_one()) kernel.load();
-    } else if (warp == 1) {
-      kernel.plan();
+      kernel.produce();
     } else if (Kernel::kGuardsValues) {
-      kernel.check_values(warp - 2, lane);
+      kernel.check_values(warp - 1, lane);
     }
   } else {
     register_count_increase<Shape::kConsumerRegisters>();
