@@ -26,13 +26,17 @@ def in_float64(function, *args):
 
 def assert_as_accurate(got, peer, exact):
     """Every array errs at most twice as much as the peer's float32 result, and never
-    less is asked than a few units in its last place."""
+    less is asked than a few units in its last place. One that is zero but for the
+    rounding, as the gradient of a bias of all keys, holds what is left of terms that
+    cancel: two such rests are compared with the largest array instead."""
     assert jax.tree.structure(got) == jax.tree.structure(peer)
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(exact))
 
     def check(got, peer, exact):
         assert got.shape == peer.shape and got.dtype == peer.dtype
         error, theirs = (np.abs(np.asarray(x) - exact).max() for x in (got, peer))
-        floor = 8 * FLOAT32 * np.abs(exact).max()
+        size = np.abs(exact).max()
+        floor = FLOAT32 * (8 * size if size > 1e-12 * largest else largest)
         assert error <= 2 * theirs + floor, (error, theirs, floor)
 
     jax.tree.map(check, got, peer, exact)
