@@ -9,6 +9,9 @@ Each row puts the same call on 1, 2, 4, ... devices, its batch or its heads divi
 the time on one device over that on n, divided by n for strong scaling. CPU devices
 share the cores, so there only the overhead of dividing shows: the weak efficiency to
 expect is 1 / n.
+
+The row of 0 devices is the call without a mesh, on one device: next to it, the row of
+one device shows what dividing itself costs.
 """
 
 import argparse
@@ -63,8 +66,8 @@ def counts(available: int) -> list[int]:
 
 def measure(workload: Workload, num_devices: int, weak: bool, rounds: int) -> Any:
     """Return milliseconds of the forward and of the gradient, or None if the devices do
-    not divide the axis."""
-    grown = num_devices if weak else 1
+    not divide the axis. No devices: the first one, without a mesh."""
+    grown = max(num_devices, 1) if weak else 1
     batch, q_heads, kv_heads = (
         workload.batch,
         workload.num_q_heads,
@@ -75,20 +78,21 @@ def measure(workload: Workload, num_devices: int, weak: bool, rounds: int) -> An
     else:
         q_heads, kv_heads = q_heads * grown, kv_heads * grown
         spec = PartitionSpec(None, None, "devices")
-    if (batch if workload.divided == "batch" else q_heads) % num_devices:
+    share = max(num_devices, 1)
+    if (batch if workload.divided == "batch" else q_heads) % share:
         return None
     mesh = jax.make_mesh(
-        (num_devices,), ("devices",), axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:num_devices],
+        (share,), ("devices",), axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:share],
     )  # fmt: skip
-    divides = kv_heads % num_devices == 0
+    divides = kv_heads % share == 0
     kv_spec = spec if divides or workload.divided == "batch" else PartitionSpec()
 
     def array(seed: int, heads: int, spec: PartitionSpec) -> jax.Array:
         shape = (batch, workload.seq_len, heads, workload.head_dim)
         make = jax.jit(
             lambda key: jax.random.normal(key, shape, jnp.dtype(workload.dtype)),
-            out_shardings=NamedSharding(mesh, spec),
+            out_shardings=NamedSharding(mesh, spec) if num_devices else None,
         )
         return make(jax.random.key(seed))
 
@@ -115,12 +119,12 @@ def run(rounds: int) -> list[dict[str, Any]]:
     for workload in workloads(devices[0].platform):
         for kind in ("strong", "weak"):
             alone = None
-            for n in counts(len(devices)):
+            for n in [0, *counts(len(devices))]:
                 times = measure(workload, n, kind == "weak", rounds)
                 if times is None:
                     continue
                 alone = alone or times
-                share = n if kind == "strong" else 1
+                share = max(n, 1) if kind == "strong" else 1
                 rows.append(
                     {
                         "workload": workload.name,

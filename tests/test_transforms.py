@@ -199,6 +199,33 @@ def test_remat_gives_the_same_gradients(names, backend):
     _assert_close(got, jax.jit(jax.value_and_grad(plain, (0, 1)))(x, cap))
 
 
+@pytest.mark.gpu
+def test_remat_runs_the_forward_kernel_once_on_a_gpu():
+    policy = jax.checkpoint_policies.save_only_these_names("fkl_out", "fkl_lse")
+    loss, x, cap = _blocks(policy, "ffi")
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(x, cap).compile().as_text()
+    for word in ("fkl_attention_fwd", "fkl_attention_bwd"):
+        assert text.count(f'custom_call_target="{word}"') == 2  # one a block
+
+
+@pytest.mark.gpu
+def test_command_buffers_replay_with_new_values():
+    """XLA records kernels into a graph and updates it as buffers move."""
+    loss, *_ = _blocks(jax.checkpoint_policies.everything_saveable, "ffi", blocks=6)
+    f = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    x = jax.random.normal(jax.random.key(0), (1, 80, 2, 64), jnp.bfloat16)
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    replayed = f.lower(x, jnp.float32(1)).compile(compiler_options=options)
+    options = {"xla_gpu_graph_min_graph_size": 1_000_000}
+    launched = f.lower(x, jnp.float32(1)).compile(compiler_options=options)
+    kept = []  # so that each call gets other buffers
+    for n in range(5):
+        args = (x * (n + 1), jnp.float32(n + 1))
+        kept.append(replayed(*args))
+        # Slopes of the mod are summed by atomics.
+        _assert_close(kept[-1], launched(*args), tolerance=2e-2)
+
+
 def test_names_are_in_the_jaxpr():
     q = jnp.zeros((1, 4, 2, 8))
 
