@@ -1,12 +1,16 @@
 """The custom calls of the C++ CPU backend themselves, against NumPy in float64."""
 
+import contextlib
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fkl_jax
 from fkl_jax import _ext
 
 FWD, BWD = "fkl_attention_fwd", "fkl_attention_bwd"
@@ -402,3 +406,25 @@ def check(seed):
 @pytest.mark.parametrize("seed", range(120))
 def test_random_calls(seed):
     check(seed)
+
+
+def test_threads_keep_the_cores_that_they_may_run_on():
+    """A helper may move to another core; nothing of that remains."""
+
+    def allowed():
+        found = {}
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # a thread that ends
+                found[task.name] = os.sched_getaffinity(int(task.name))
+        return found
+
+    q = jnp.ones((2, 512, 4, 32))
+    f = jax.jit(lambda q: fkl_jax.attention(q, q, q, implementation="ffi"))
+    jax.block_until_ready(f(q))
+    before = allowed()
+    for _ in range(50):
+        jax.block_until_ready(f(q))
+    after = allowed()
+    assert {name: after[name] for name in before if name in after} == {
+        name: cores for name, cores in before.items() if name in after
+    }

@@ -282,9 +282,8 @@ void ForwardCall::RunPacked() {
       const TileRect rect = KeyRect(tile, 0, p_.kv_seq_len);
       plan_.LiveKeyTiles(rect, kTileColumns, &worker.live_tiles);
       for (const LiveTile& live : worker.live_tiles) {
-        const int64_t kv_begin = live.index * kTileColumns;
-        const int num_kv = static_cast<int>(std::min<int64_t>(kTileColumns, rect.num_kv - kv_begin));
-        VisitKeys(worker, tile, kv_begin, num_kv, live.mixed,
+        const int64_t kv_begin = live.index * kTileColumns + live.begin;
+        VisitKeys(worker, tile, kv_begin, live.end - live.begin, live.mixed,
                   {packed.keys + kv_begin * key_depth_, packed.values + kv_begin / keys_per_step_ * value_stride_,
                    packed.nonfinite[live.index] != 0});
       }
@@ -324,14 +323,13 @@ void ForwardCall::RunLocal() {
     const TileRect rect = KeyRect(tile, chunk_begin, chunk_begin + chunk_tiles * kTileColumns);
     plan_.LiveKeyTiles(rect, kTileColumns, &worker.live_tiles);
     for (const LiveTile& live : worker.live_tiles) {
-      const int64_t in_chunk = live.index * kTileColumns;
-      const int num_kv = static_cast<int>(std::min<int64_t>(kTileColumns, rect.num_kv - in_chunk));
+      const int64_t kv_begin = chunk_begin + live.index * kTileColumns + live.begin;
+      const int num_kv = live.end - live.begin;
       KeyTile keys = {worker.local_keys, worker.local_values, false};
       if (access_ == KeyAccess::kLocal) {
-        keys.has_nonfinite_value =
-            PackKeys(tile, chunk_begin + in_chunk, num_kv, worker.local_keys, worker.local_values);
+        keys.has_nonfinite_value = PackKeys(tile, kv_begin, num_kv, worker.local_keys, worker.local_values);
       }
-      VisitKeys(worker, tile, chunk_begin + in_chunk, num_kv, live.mixed, keys);
+      VisitKeys(worker, tile, kv_begin, num_kv, live.mixed, keys);
     }
     if (num_chunks == 1) return StoreTile(worker, tile);
     float* partial = partial_of(head, chunk);

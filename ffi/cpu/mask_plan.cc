@@ -106,6 +106,35 @@ Liveness MaskPlan::ClassifyBlocks(const TileRect& rect) const {
   return any_live ? Liveness::kAll : Liveness::kNone;
 }
 
+// Whether all rows see the same blocks, with bounds at which packed keys may be cut.
+bool MaskPlan::SharesBlocks(const TileRect& rect) const {
+  const AttentionProblem& p = problem_;
+  return p.block_kv % p.isa->panel_width == 0 && rect.kv_begin % p.block_kv == 0 &&
+         (rect.num_heads == 1 || p.block_mask_strides.head == 0) &&
+         rect.q_begin / p.block_q == (rect.q_begin + rect.num_q - 1) / p.block_q;
+}
+
+// The runs of live blocks of a key tile.
+void MaskPlan::PushRuns(const TileRect& part, int64_t index, unsigned mixed, std::vector<LiveTile>* tiles) const {
+  const AttentionProblem& p = problem_;
+  const uint8_t* blocks = p.block_mask.At<uint8_t>(part.outer) + part.first_head * p.block_mask_strides.head +
+                          part.q_begin / p.block_q * p.block_mask_strides.row + part.kv_begin / p.block_kv;
+  const int64_t num_blocks = (part.num_kv + p.block_kv - 1) / p.block_kv;
+  for (int64_t begin = 0; begin < num_blocks;) {
+    if (!blocks[begin]) {
+      ++begin;
+      continue;
+    }
+    int64_t end = begin + 1;
+    while (end < num_blocks && blocks[end]) ++end;
+    const auto first = static_cast<int>(begin * p.block_kv);
+    const auto last = static_cast<int>(std::min(end * p.block_kv, part.num_kv));
+    const bool has_tail = (last - first) % p.isa->vector_width != 0;
+    tiles->push_back({index, mixed | (has_tail ? unsigned{kMixedTail} : 0u), first, last});
+    begin = end;
+  }
+}
+
 void MaskPlan::Bisect(const TileRect& rect, Axis axis, int tile, int64_t begin, int64_t end, bool program_is_live,
                       std::vector<LiveTile>* tiles) const {
   const bool is_key = axis == Axis::kKey;
@@ -134,10 +163,11 @@ void MaskPlan::Bisect(const TileRect& rect, Axis axis, int tile, int64_t begin, 
   if (problem_.block_mask) {
     const Liveness blocks = ClassifyBlocks(part);
     if (blocks == Liveness::kNone) return;
+    if (blocks == Liveness::kMixed && is_key && SharesBlocks(part)) return PushRuns(part, begin, mixed, tiles);
     if (blocks == Liveness::kMixed) mixed |= kMixedBlocks;
   }
   if (part.num_kv % problem_.isa->vector_width != 0) mixed |= kMixedTail;
-  tiles->push_back({begin, mixed});
+  tiles->push_back({begin, mixed, 0, static_cast<int>(part_size)});
 }
 
 void MaskPlan::LiveTiles(const TileRect& rect, Axis axis, int tile, std::vector<LiveTile>* tiles) const {
@@ -146,8 +176,13 @@ void MaskPlan::LiveTiles(const TileRect& rect, Axis axis, int tile, std::vector<
   const int64_t size = axis == Axis::kKey ? rect.num_kv : rect.num_q;
   const int64_t count = (size + tile - 1) / tile;
   Bisect(rect, axis, tile, 0, count, problem_.mask.empty(), tiles);
-  const int64_t num_live = static_cast<int64_t>(tiles->size());
-  const int64_t num_mixed = std::count_if(tiles->begin(), tiles->end(), [](const LiveTile& t) { return t.mixed != 0; });
+  int64_t num_live = 0, num_mixed = 0, last = -1;
+  for (const LiveTile& t : *tiles) {  // a tile cut to less counts as mixed
+    if (t.index == last) continue;
+    last = t.index;
+    ++num_live;
+    if (t.mixed != 0 || t.end - t.begin < std::min<int64_t>(tile, size - t.index * tile)) ++num_mixed;
+  }
   TileCounts& counts = GlobalTileCounts();
   counts.full.fetch_add(num_live - num_mixed, std::memory_order_relaxed);
   counts.mixed.fetch_add(num_mixed, std::memory_order_relaxed);

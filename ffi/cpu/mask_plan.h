@@ -26,6 +26,7 @@ enum MaskSource : unsigned { kMixedProgram = 1, kMixedSegments = 2, kMixedBlocks
 struct LiveTile {
   int64_t index;   // along the line of tiles
   unsigned mixed;  // MaskSource bits; 0: every element is live
+  int begin, end;  // the part of the tile that this is about; the rest of the tile is dead or is another entry
 };
 
 class MaskPlan {
@@ -34,7 +35,7 @@ class MaskPlan {
   explicit MaskPlan(const AttentionProblem& problem);
 
   // The live tiles among those that cut `rect` along the keys (queries) into pieces of `tile`, in
-  // order.
+  // order. Key tiles in which a block mask leaves the same keys to all queries are cut to these keys.
   void LiveKeyTiles(const TileRect& rect, int tile, std::vector<LiveTile>* tiles) const;
   void LiveQueryTiles(const TileRect& rect, int tile, std::vector<LiveTile>* tiles) const;
 
@@ -57,6 +58,8 @@ class MaskPlan {
   Liveness ClassifyProgram(const TileRect& rect) const;
   Liveness ClassifySegments(const TileRect& rect) const;
   Liveness ClassifyBlocks(const TileRect& rect) const;
+  bool SharesBlocks(const TileRect& rect) const;
+  void PushRuns(const TileRect& part, int64_t index, unsigned mixed, std::vector<LiveTile>* tiles) const;
   void AndBlocks(const TileRect& rect, int head, int64_t q, uint32_t* bits) const;
 
   const AttentionProblem& problem_;
